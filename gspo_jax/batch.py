@@ -1,0 +1,212 @@
+"""Trajectories to a packed Batch, on the host. Ids are copied, never made: no text, no tokenizer here."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from gspo_jax.types import Batch
+from rollout.types import Group, Trajectory
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens that attends only to itself (and to a shared prefix). `prefix` leading tokens are the first prompt."""
+
+    tokens: tuple[int, ...]
+    trained: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    advantage: float
+    prefix: int
+    trajectory: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What must lie together in one row: segments, the first `shared` tokens of which are laid down once."""
+
+    segments: tuple[Segment, ...]
+    shared: int
+
+    @property
+    def size(self) -> int:
+        return self.shared + sum(len(s.tokens) - self.shared for s in self.segments)
+
+
+@dataclass(frozen=True)
+class Item:
+    """What must lie together in one micro-batch, and how many trajectories it stands for."""
+
+    pieces: tuple[Piece, ...]
+    trajectories: int
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a batch is laid out: `length` tokens a row, at least `rows` rows a micro-batch, prompts shared within a group or not.
+
+    `mode`: shared_prefix (a group's common prompt once, its completions attending to it), packed (first fit), padded (one
+    segment a row). The three give the same update; they differ in how many tokens are computed.
+    """
+
+    length: int
+    rows: int = 1
+    mode: str = "shared_prefix"
+
+
+def pack(groups: Sequence[Group], advantages: Sequence[Sequence[float]], minibatch: int, packing: Packing) -> Batch:
+    """A Batch `[m u r t]`: every `minibatch` consecutive trajectories (void ones included) are one optimizer step.
+
+    The number of micro-batches is rounded up to a power of two, so that few shapes are ever compiled. Raises ValueError
+    for a trajectory longer than a row.
+    """
+    members = [(g, t, a) for g, (group, row) in enumerate(zip(groups, advantages, strict=True))
+               for t, a in zip(group.trajectories, row, strict=True)]  # fmt: skip
+    if len(members) % minibatch:
+        raise ValueError(f"{len(members)} trajectories do not divide into minibatches of training.batch_size={minibatch}")
+    steps = [members[i : i + minibatch] for i in range(0, len(members), minibatch)]
+    micros = [_place(list(_items(step, packing)), packing) for step in steps]
+    rows = max((len(m) for step in micros for m, _ in step), default=1)
+    depth = _power_of_two(max(len(step) for step in micros))
+    arrays = _blank((len(steps), depth, max(rows, packing.rows), packing.length))
+    for i, step in enumerate(micros):
+        for j, (layout, count) in enumerate(step):
+            _write(arrays, (i, j), layout)
+            arrays.trajectories[i, j] = count
+    return arrays
+
+
+def segments_of(trajectory: Trajectory, advantage: float, number: int) -> list[Segment]:
+    """The trajectory's turns joined: a turn whose prompt extends the last segment continues it, any other opens a new one."""
+    segments: list[Segment] = []
+    for turn in trajectory.turns:
+        last = segments[-1] if segments else None
+        if last and turn.prompt_ids[: len(last.tokens)] == last.tokens:
+            seen = turn.prompt_ids[len(last.tokens) :]
+        else:
+            segments.append(last := Segment((), (), (), advantage, len(turn.prompt_ids), number))
+            seen = turn.prompt_ids
+        segments[-1] = replace(
+            last,
+            tokens=last.tokens + seen + turn.completion_ids,
+            trained=last.trained + (False,) * len(seen) + (True,) * len(turn.completion_ids),
+            logprobs=last.logprobs + (0.0,) * len(seen) + turn.logprobs,
+        )
+    return segments
+
+
+def _items(step: list, packing: Packing) -> Iterator[Item]:
+    """What to place, in order. Members of a group with one first prompt and one segment share it, as many as fit a row."""
+    bundles: dict[tuple, list[Segment]] = {}
+    for number, (g, trajectory, advantage) in enumerate(step, 1):
+        if trajectory.status == "void":
+            continue
+        segments = segments_of(trajectory, advantage, number)
+        for s in segments:
+            if len(s.tokens) > packing.length:
+                raise ValueError(
+                    f"a trajectory of {len(s.tokens)} tokens does not fit training.row_length={packing.length}; "
+                    "raise it, or lower serving.context_length"
+                )
+        if packing.mode == "shared_prefix" and len(segments) == 1:
+            bundles.setdefault((g, segments[0].tokens[: segments[0].prefix]), []).extend(segments)
+        else:
+            yield Item(tuple(Piece((s,), 0) for s in segments), 1)
+    for (_, prompt), segments in bundles.items():
+        yield from _bundles(segments, len(prompt), packing.length)
+
+
+def _bundles(segments: list[Segment], shared: int, length: int) -> Iterator[Item]:
+    taken: tuple[Segment, ...] = ()
+    for segment in segments:
+        if taken and Piece((*taken, segment), shared).size > length:
+            yield Item((Piece(taken, shared),), len(taken))
+            taken = ()
+        taken = (*taken, segment)
+    yield Item((Piece(taken, shared if len(taken) > 1 else 0),), len(taken))
+
+
+type Layout = list[list[Piece]]
+
+
+def _place(items: list[Item], packing: Packing) -> list[tuple[Layout, int]]:
+    """First fit: each item into the first micro-batch with room for all its pieces, else into a new one."""
+    micros: list[tuple[Layout, int]] = []
+    for item in items:
+        for i, (layout, count) in enumerate(micros):
+            if (found := _fit(layout, item.pieces, packing, len(layout))) is not None:
+                micros[i] = (found, count + item.trajectories)
+                break
+        else:
+            fresh: Layout = [[] for _ in range(packing.rows)]
+            found = _fit(fresh, item.pieces, packing, max(packing.rows, len(item.pieces)))
+            assert found is not None
+            micros.append((found, item.trajectories))
+    return micros
+
+
+def _fit(layout: Layout, pieces: Sequence[Piece], packing: Packing, limit: int) -> Layout | None:
+    rows = [list(row) for row in layout]
+    for piece in pieces:
+        for row in rows:
+            used = sum(p.size for p in row)
+            if used + piece.size <= packing.length and not (packing.mode == "padded" and row):
+                row.append(piece)
+                break
+        else:
+            if len(rows) >= limit:
+                return None
+            rows.append([piece])
+    return rows
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _blank(shape: tuple[int, int, int, int]) -> Batch:
+    ints, floats = (lambda: np.zeros(shape, np.int32)), (lambda: np.zeros(shape, np.float32))
+    return Batch(ints(), ints(), ints(), ints(), ints(), ints(), np.zeros(shape, bool), floats(), floats(),
+                 np.zeros(shape[:2], np.float32))  # fmt: skip
+
+
+def _write(batch: Batch, where: tuple[int, int], layout: Layout) -> None:
+    ids: dict[int, int] = {}
+    for row in layout:
+        for piece in row:
+            for segment in piece.segments:
+                ids.setdefault(segment.trajectory, len(ids) + 1)
+    for r, row in enumerate(layout):
+        start, number = 0, 0
+        for piece in row:
+            prefix = 0
+            if piece.shared:
+                number += 1
+                prefix = number
+                _lay(batch, (*where, r), start, piece.segments[0], slice(0, piece.shared), number, 0, 0)
+            at = start + piece.shared
+            for segment in piece.segments:
+                number += 1
+                _lay(batch, (*where, r), at, segment, slice(piece.shared, None), number, prefix, ids[segment.trajectory])
+                if piece.shared and len(segment.tokens) > piece.shared:
+                    batch.parents[(*where, r, at)] = start + piece.shared - 1
+                at += len(segment.tokens) - piece.shared
+            start = at
+
+
+def _lay(
+    batch: Batch, row: tuple[int, int, int], at: int, segment: Segment, part: slice, number: int, prefix: int, trajectory: int
+) -> None:
+    tokens = segment.tokens[part]
+    span = (*row, slice(at, at + len(tokens)))
+    trained = np.array(segment.trained[part])
+    index = np.arange(at, at + len(tokens))
+    batch.tokens[span] = tokens
+    batch.positions[span] = np.arange(len(segment.tokens))[part]
+    batch.segment_ids[span] = number
+    batch.prefix_ids[span] = prefix
+    batch.parents[span] = np.maximum(index - 1, at)
+    batch.trajectory_ids[span] = np.where(trained, trajectory, 0)
+    batch.loss_mask[span] = trained
+    batch.advantages[span] = np.where(trained, segment.advantage, 0)
+    batch.behavior_logprobs[span] = np.where(trained, segment.logprobs[part], 0)

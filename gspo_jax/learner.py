@@ -1,0 +1,168 @@
+"""The learner: `update(state, batch) -> state, metrics`, in the shape of an optax transform. It does no I/O and knows no text."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jaxtyping import Float
+
+from gspo_jax.policy import LogProbs
+from gspo_jax.types import Batch, Mean, Params, Peak, Stats, TrainState, merge
+
+type Loss = Callable[[Float[Array, "r t"], Batch], tuple[Mean, Stats]]
+type Metrics = dict[str, Float[Array, ""]]
+
+
+class Learner(NamedTuple):
+    """Two pure functions."""
+
+    init: Callable[[Params], TrainState]
+    """Parameters (float32) to a fresh state."""
+    update: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    """One rollout batch `[m u r t]`: m optimizer steps of u micro-batches. The caller jits it, donating the state."""
+
+
+def learner(logprobs: LogProbs, loss: Loss, optimizer: optax.GradientTransformation, *, max_grad_norm: float = 1.0) -> Learner:
+    """A learner for any objective on token log-probabilities.
+
+    The proximal log-probabilities (`old` of the ratio) of minibatches 2..m are computed here, before the first step; the
+    first minibatch uses `stop_gradient` of its own, so its ratio is exactly 1. Sums over micro-batches are divided once,
+    by the count of the whole minibatch, so every split gives the same step. A minibatch whose loss or gradient is not
+    finite changes nothing but `skipped`.
+    """
+
+    def init(params: Params) -> TrainState:
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(zero, params, optimizer.init(params), zero)
+
+    def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        batch = batch._replace(proximal_logprobs=_proximal(logprobs, state.params, batch))
+        minibatches = batch.tokens.shape[0]
+        step = partial(_minibatch, logprobs, loss, optimizer, max_grad_norm)
+
+        def body(carry, x):
+            index, minibatch = x
+            state, stats = step(carry, minibatch, index == 0)
+            return state, stats
+
+        state, (stats, extra, proximal) = jax.lax.scan(body, state, (jnp.arange(minibatches), batch))
+        return state._replace(step=state.step + 1), _metrics(stats, extra) | _mismatch(proximal, batch)
+
+    return Learner(init, update)
+
+
+def _used(batch: Batch) -> Array:
+    """Micro-batches up to the last that holds a token: the rest is padding of the compiled shape and is not computed."""
+    filled = jnp.any(batch.segment_ids > 0, axis=(1, 2)) | (batch.trajectories > 0)
+    return jnp.max(jnp.where(filled, jnp.arange(1, filled.size + 1), 0))
+
+
+def _micro(batch: Batch, i: Array) -> Batch:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), batch)
+
+
+def _proximal(logprobs: LogProbs, params: Params, batch: Batch) -> Float[Array, "m u r t"]:
+    """Log-probabilities of minibatches 2..m under the parameters before the first step; zeros for the first."""
+
+    def minibatch(_, part: Batch):
+        def body(i, out):
+            found, _ = logprobs(params, _micro(part, i))
+            return jax.lax.dynamic_update_index_in_dim(out, found, i, 0)
+
+        return None, jax.lax.fori_loop(0, _used(part), body, jnp.zeros(part.tokens.shape, jnp.float32))
+
+    rest = jax.tree.map(lambda x: x[1:], batch)
+    _, found = jax.lax.scan(minibatch, None, rest)
+    return jnp.concatenate([jnp.zeros((1, *found.shape[1:]), jnp.float32), found])
+
+
+def _minibatch(
+    logprobs: LogProbs,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    max_grad_norm: float,
+    state: TrainState,
+    batch: Batch,
+    first: Array,
+) -> tuple[TrainState, tuple[Stats, Metrics, Array]]:
+    def objective(params: Params, micro: Batch):
+        found, entropy = logprobs(params, micro)
+        old = jnp.where(first, jax.lax.stop_gradient(found), micro.proximal_logprobs)
+        total, stats = loss(found, micro._replace(proximal_logprobs=old))
+        return total.total, (stats | {"policy/loss": total} | _entropy(entropy, micro), old)
+
+    def body(i, carry):
+        grads, so_far, proximal = carry
+        new, (stats, old) = jax.grad(objective, has_aux=True)(state.params, _micro(batch, i))
+        proximal = jax.lax.dynamic_update_index_in_dim(proximal, old, i, 0)
+        return jax.tree.map(jnp.add, grads, new), merge(so_far, stats), proximal
+
+    shapes = jax.eval_shape(lambda p, b: objective(p, b)[1][0], state.params, _micro(batch, jnp.zeros((), jnp.int32)))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (state.params, shapes))
+    grads, stats, proximal = jax.lax.fori_loop(0, _used(batch), body, (*zeros, jnp.zeros_like(batch.proximal_logprobs)))
+    state, extra = _apply(optimizer, max_grad_norm, state, grads, stats["policy/loss"])
+    return state, (stats, extra, proximal)
+
+
+def _apply(
+    optimizer: optax.GradientTransformation, max_grad_norm: float, state: TrainState, grads: Params, loss: Any
+) -> tuple[TrainState, Metrics]:
+    """One optimizer step on gradients of a sum: divided by its count and clipped.
+
+    Left out, bit for bit, when not finite (counted in `skipped`) or exactly zero (nothing to learn: momentum must not move
+    the weights).
+    """
+    count = jnp.maximum(loss.count, 1)
+    norm = optax.global_norm(grads) / count
+    finite = jnp.isfinite(norm) & jnp.isfinite(loss.total)
+    scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-30)) / count
+
+    def step(args):
+        params, opt_state = args
+        updates, opt_state = optimizer.update(jax.tree.map(lambda g: g * scale, grads), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params, opt_state = jax.lax.cond(finite & (norm > 0), step, lambda args: args, (state.params, state.opt_state))
+    skipped = jnp.where(finite, 0, state.skipped + 1)
+    metrics = {"optimizer/grad_norm": norm, "optimizer/skipped": 1.0 - finite, "optimizer/empty": finite * (norm == 0.0)}
+    return state._replace(params=params, opt_state=opt_state, skipped=skipped), metrics
+
+
+def _entropy(entropy: Array, micro: Batch) -> Stats:
+    trained = jnp.asarray(micro.loss_mask)
+    tokens = jnp.sum(trained).astype(jnp.float32)
+    total = jax.lax.stop_gradient(jnp.sum(jnp.where(trained, entropy, 0)))
+    return {"policy/entropy": Mean(total, tokens), "tokens/trained": Mean(tokens, jnp.ones(()))}
+
+
+def _metrics(stats: Stats, extra: Metrics) -> Metrics:
+    """Scalars of the whole step from statistics stacked over minibatches `[m]`."""
+    out: Metrics = {}
+    for name, x in stats.items():
+        if isinstance(x, Peak):
+            out[name] = jnp.max(x.value)
+            continue
+        out[name] = Mean(jnp.sum(x.total), jnp.sum(x.count)).value
+        if name in ("policy/ratio_mean", "policy/clip_fraction"):
+            out |= {f"{name}_{i + 1}": each for i, each in enumerate(x.value)}
+    out["tokens/trained"] = jnp.sum(stats["tokens/trained"].total)
+    out["optimizer/grad_norm"] = jnp.mean(extra["optimizer/grad_norm"])
+    return out | {name: jnp.sum(extra[name]) for name in ("optimizer/skipped", "optimizer/empty")}
+
+
+def _mismatch(proximal: Float[Array, "m u r t"], batch: Batch) -> Metrics:
+    """|sampler - trainer| per token at the weights the step started from. Absolute: a signed mean would cancel."""
+    trained = jnp.asarray(batch.loss_mask)
+    gap = jnp.where(trained, jnp.abs(proximal - batch.behavior_logprobs), 0)
+    ordered = jnp.sort(jnp.where(trained, gap, jnp.inf), axis=None)
+    tokens = jnp.sum(trained)
+    p99 = ordered[jnp.maximum(jnp.ceil(0.99 * tokens).astype(jnp.int32) - 1, 0)]
+    return {
+        "mismatch/mean": jnp.sum(gap) / jnp.maximum(tokens, 1),
+        "mismatch/p99": jnp.where(tokens > 0, p99, 0),
+        "mismatch/max": jnp.max(gap),
+    }

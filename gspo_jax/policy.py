@@ -1,0 +1,199 @@
+"""The policy: a loaded model, and the log-probabilities of tokens under it, without ever building `[b t v]` logits."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jaxtyping import Bool, Float, Int
+from pydantic import ValidationError
+
+from gspo_jax.models import ARCHITECTURES
+from gspo_jax.pretrained import resolve_model
+from gspo_jax.types import Batch, Params
+from serving_bridge.convert import Weight, WeightError, load_weights, save_folder
+
+LOGITS_TOKENS = 128
+"""Tokens whose logits exist at one time (`[128 v]` float32 is 25 MB for a vocabulary of 49152)."""
+
+type LogProbs = Callable[[Params, Batch], tuple[Float[Array, "r t"], Float[Array, "r t"]]]
+"""`(params, micro-batch) -> log-probabilities and entropies`, 0 outside `loss_mask`."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What stays constant about a model: its configuration, its forward function, its weight table. Parameters are apart."""
+
+    folder: Path
+    architecture: str
+    config: Any
+    model: Any
+    table: tuple[Weight, ...]
+    dtype: Any
+
+    @property
+    def init_cache(self) -> Callable[..., Any]:
+        """`(rows, length) -> ` an empty key-value cache."""
+        return partial(ARCHITECTURES[self.architecture].init_cache, self.config, dtype=self.dtype)
+
+    def head(self, params: Params) -> Float[Array, "v d"]:
+        """The output matrix: the embedding itself when tied."""
+        return params["embedding"] if self.config.tie_word_embeddings else params["head"]
+
+
+def load_policy(base: str | Path, *, compute_dtype: str = "float32", remat: str = "none") -> tuple[Policy, Params]:
+    """A policy and its float32 parameters from a Hugging Face folder, a hub id, or a packaged model (`model.base`).
+
+    Raises `ModelNotFoundError`, or `WeightError` naming every missing, unused or misshapen tensor.
+    """
+    policy = describe_policy(resolve_model(str(base)), compute_dtype=compute_dtype, remat=remat)
+    return policy, load_params(policy, policy.folder)
+
+
+def describe_policy(folder: Path, *, compute_dtype: str, remat: str) -> Policy:
+    """The policy of a Hugging Face folder without its parameters. `WeightError` for a config.json we cannot compute."""
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise WeightError(f"{path}: not a readable model configuration ({error}); model.base must be a Hugging Face folder") from None
+    kind = raw.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise WeightError(f"{path}: model_type={kind!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}")
+    module = ARCHITECTURES[kind]
+    try:
+        config = module.Config.model_validate(raw)
+    except (ValidationError, KeyError, ValueError) as error:
+        raise WeightError(f"{path}: {error}") from None
+    dtype = jnp.dtype(compute_dtype)
+    return Policy(folder, kind, config, module.Model(config, dtype, remat), module.weights(config), dtype)
+
+
+def load_params(policy: Policy, folder: Path) -> Params:
+    """Float32 parameters of `policy` read from a folder of safetensors."""
+    ignored = ["*rotary_emb.inv_freq"] + (["lm_head.weight"] if policy.config.tie_word_embeddings else [])
+    return load_weights(
+        folder, policy.table, policy.config.sizes(), np.float32, put=lambda _path, x: jnp.asarray(x), ignore=ignored
+    )
+
+
+def save_policy(policy: Policy, params: Params, out: Path, *, dtype: str = "bfloat16") -> None:
+    """A Hugging Face folder at `out` that transformers and vLLM load; appears whole or not at all."""
+    save_folder(out, params, policy.table, policy.config.sizes(), source_folder=policy.folder, dtype=dtype, overwrite=True)
+
+
+def logprobs_of(policy: Policy, *, temperature: float = 1.0) -> LogProbs:
+    """The function that scores a packed micro-batch: softmax of `logits / temperature`, everything after the hidden states in float32."""
+
+    def logprobs(params: Params, batch: Batch) -> tuple[Float[Array, "r t"], Float[Array, "r t"]]:
+        mask = attention_mask(batch)
+        hidden, _ = policy.model.apply({"params": params}, batch.tokens, batch.positions, mask)
+        return score(hidden, policy.head(params), batch, temperature)
+
+    return logprobs
+
+
+def attention_mask(batch: Batch) -> Bool[Array, "r t t"]:
+    """Who sees whom: earlier tokens of the own segment and of its prefix segment."""
+    query, key = batch.segment_ids[:, :, None], batch.segment_ids[:, None, :]
+    index = jnp.arange(batch.tokens.shape[1])
+    shared = (batch.prefix_ids[:, :, None] == key) & (key > 0)
+    return (index[:, None] >= index[None, :]) & ((query == key) | shared) & (query > 0)
+
+
+def score(
+    hidden: Float[Array, "r t d"], head: Float[Array, "v d"], batch: Batch, temperature: float
+) -> tuple[Float[Array, "r t"], Float[Array, "r t"]]:
+    """Log-probability and entropy at every token of `loss_mask`, 0 elsewhere. Cost grows with the trained tokens only."""
+    rows, length = batch.tokens.shape
+    width = max(1, min(length, LOGITS_TOKENS // rows))
+    padded = -(-length // width) * width
+    where = jax.vmap(lambda m: jnp.nonzero(m, size=padded, fill_value=length)[0])(jnp.asarray(batch.loss_mask))
+    inside = jnp.minimum(where, length - 1)
+    parents = jnp.take_along_axis(jnp.asarray(batch.parents), inside, 1)
+    picked = jnp.take_along_axis(hidden, parents[..., None], 1)
+    targets = jnp.take_along_axis(jnp.asarray(batch.tokens), inside, 1)
+    chunks = -(-jnp.max(jnp.sum(batch.loss_mask, 1)) // width)
+    found = gather_logprobs(picked, head, targets, chunks, width, temperature)
+    row = jnp.arange(rows)[:, None]
+    logprobs, entropy = (jnp.zeros((rows, length), jnp.float32).at[row, where].set(x, mode="drop") for x in found)
+    return logprobs, entropy
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def gather_logprobs(
+    hidden: Float[Array, "r k d"],
+    head: Float[Array, "v d"],
+    targets: Int[Array, "r k"],
+    chunks: Int[Array, ""],
+    width: int,
+    temperature: float,
+) -> tuple[Float[Array, "r k"], Float[Array, "r k"]]:
+    """Log-softmax of `hidden @ head / temperature` at `targets`, and its entropy, `width` columns at a time.
+
+    Only the first `chunks` chunks are computed (a traced number: no work for padding); the logits are computed again in
+    the backward pass instead of being kept.
+    """
+    return _gather(hidden, head, targets, chunks, width, temperature)
+
+
+def _logits(hidden: Float[Array, "r w d"], head: Float[Array, "v d"], temperature: float) -> Float[Array, "q v"]:
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    logits = jax.lax.dot_general(flat, head.astype(flat.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def _chunk(x: Array, i: Array, width: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(x, i * width, width, 1)
+
+
+def _gather(hidden, head, targets, chunks, width, temperature):
+    def body(i, found):
+        logits = _logits(_chunk(hidden, i, width), head, temperature)
+        target = _chunk(targets, i, width)
+        logz = jax.nn.logsumexp(logits, -1)
+        logprob = jnp.take_along_axis(logits, target.reshape(-1, 1), 1)[:, 0] - logz
+        entropy = logz - jnp.sum(jnp.exp(logits - logz[:, None]) * logits, -1)
+        parts = (logprob.reshape(target.shape), entropy.reshape(target.shape))
+        return tuple(jax.lax.dynamic_update_slice_in_dim(x, part, i * width, 1) for x, part in zip(found, parts, strict=True))
+
+    zeros = jnp.zeros(targets.shape, jnp.float32)
+    return jax.lax.fori_loop(0, chunks, body, (zeros, zeros))
+
+
+def _gather_forward(hidden, head, targets, chunks, width, temperature):
+    return _gather(hidden, head, targets, chunks, width, temperature), (hidden, head, targets, chunks)
+
+
+def _gather_backward(width, temperature, residuals, cotangents):
+    hidden, head, targets, chunks = residuals
+    g_logprob, g_entropy = cotangents
+
+    def body(i, grads):
+        g_hidden, g_head = grads
+        part, target = _chunk(hidden, i, width), _chunk(targets, i, width).reshape(-1)
+        logits = _logits(part, head, temperature)
+        logp = logits - jax.nn.logsumexp(logits, -1, keepdims=True)
+        p = jnp.exp(logp)
+        entropy = -jnp.sum(p * logp, -1, keepdims=True)
+        g_lp, g_h = (_chunk(g, i, width).reshape(-1, 1) for g in (g_logprob, g_entropy))
+        g = -p * (g_lp + g_h * (logp + entropy))
+        g = g.at[jnp.arange(target.size), target].add(g_lp[:, 0]) / temperature
+        g = g.astype(hidden.dtype)
+        flat = part.reshape(-1, part.shape[-1])
+        g_part = (g @ head.astype(g.dtype)).reshape(part.shape)
+        g_head += jax.lax.dot_general(g, flat, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        return jax.lax.dynamic_update_slice_in_dim(g_hidden, g_part, i * width, 1), g_head
+
+    zeros = jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32)
+    g_hidden, g_head = jax.lax.fori_loop(0, chunks, body, zeros)
+    return g_hidden, g_head.astype(head.dtype), np.zeros(targets.shape, jax.dtypes.float0), np.zeros((), jax.dtypes.float0)
+
+
+gather_logprobs.defvjp(_gather_forward, _gather_backward)

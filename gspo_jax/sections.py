@@ -1,0 +1,391 @@
+"""The sections of a config: frozen, strict tables. Unknown keys are errors; every key says what it does.
+
+`key` declares a key the code reads, `fixed` one whose every accepted value means the same, `idle` one that is accepted so
+that existing files load but that this version does not act on (`gspo_jax.config.unused_keys` names the ones a file sets).
+Checks that involve two keys live in `gspo_jax.config_checks`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+_SECRET = re.compile(r"key|token|secret|password|passwd|authorization|credential|cookie|header", re.IGNORECASE)
+_COUNT = re.compile(r"max_\w*tokens$")
+_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)|(?<=[?&])([^=&\s]*(?:key|token|secret|password)[^=&\s]*)=[^&\s]+", re.IGNORECASE)
+
+_listed = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+Texts = Annotated[tuple[str, ...], _listed]
+Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], _listed]
+Ops = Annotated[tuple[str | dict[str, Any], ...], _listed]
+Headers = Annotated[Mapping[str, str], AfterValidator(MappingProxyType)]
+Table = dict[str, Any]
+Name = Annotated[str, Field(min_length=1)]
+EnvironmentVariable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Url = Annotated[str, Field(pattern=r"^https?://[^\s/]+")]
+DirectoryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+PATTERNS = {
+    r"^[A-Za-z_][A-Za-z0-9_]*$": "must be the name of an environment variable, not its value",
+    r"^https?://[^\s/]+": "must be a URL that starts with http:// or https://",
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "must be letters, digits, '.', '_' and '-', the first a letter or digit",
+}
+"""What a value that does not match one of the patterns above must be, in words."""
+
+
+def is_secret(name: str) -> bool:
+    """True when a value of this (dotted) name may be a secret."""
+    return _SECRET.search(name) is not None and not _COUNT.search(name)
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """`value` with text under secret names and credentials in URLs replaced by ***; a key that names an `_env` is no secret."""
+    if isinstance(value, Mapping):
+        return {child: masked(item, f"{name}.{child}") for child, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(masked(item, name) for item in value)
+    if not isinstance(value, str):
+        return value
+    if is_secret(name) and not name.endswith("_env"):
+        return "***"
+    return _IN_URL.sub(lambda match: f"{match[1]}=***" if match[1] else "***", value)
+
+
+def key(default: Any, description: str, acts: str = "read", **limits: Any) -> Any:
+    """A field with its one-line description. `default` ... makes it required, a section class a table of defaults."""
+    settled = {"default_factory": default} if isinstance(default, type) else {"default": default}
+    return Field(**settled, description=description, json_schema_extra={"acts": acts}, **limits)
+
+
+def fixed(default: Any, description: str) -> Any:
+    """A field whose accepted values all mean what this version does."""
+    return key(default, description, "fixed")
+
+
+def idle(default: Any, description: str, **limits: Any) -> Any:
+    """A field that is checked and recorded but that this version does not act on."""
+    return key(default, description, "idle", **limits)
+
+
+class Section(BaseModel):
+    """A table of the config. Its repr masks secrets."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        for name in type(self).model_fields:
+            yield name, masked(getattr(self, name), name)
+
+
+class Algorithm(Section):
+    """What is optimized."""
+
+    type: Literal["online"] = fixed("online", "reinforcement learning on fresh rollouts")
+    method: Literal["policy_gradient", "gspo"] = fixed("policy_gradient", 'both spellings mean GSPO; there is no "ppo"')
+    variety: Literal["gspo"] = fixed("gspo", "sequence-level, length-normalized, clipped ratio")
+    eps_low: float = key(3e-4, "clip range below 1 of the sequence ratio", gt=0, lt=1)
+    eps_high: float = key(4e-4, "clip range above 1 of the sequence ratio", gt=0, lt=1)
+    advantage: Literal["group_std", "group_mean"] = key("group_std", "reward minus group mean, divided by group std or not")
+    flat_groups: Literal["keep"] = fixed("keep", "groups of equal rewards stay in the batch, with advantage exactly 0")
+
+
+class Services(Section):
+    """Where episodes are played: `task_url` or `task_app`, not both."""
+
+    task_url: Url | None = key(None, "URL of a running task app")
+    task_app: Name | None = key(None, 'a task app to start: path of a .py file, or a bundled name such as "arithmetic"')
+    api_key_env: EnvironmentVariable = key("ENVIRONMENT_API_KEY", "environment variable that holds the task app's API key")
+    headers: Headers = key({}, "extra HTTP headers for the task app; their values are never shown", validate_default=True)
+    timeout_s: float = key(10.0, "seconds to wait for health and task_info replies", gt=0)
+    judge_url: Url | None = idle(None, "URL of a judge service")
+
+
+class Topology(Section):
+    """How many GPUs do what."""
+
+    type: str = idle("single_node_split", "name of the layout")
+    gpus_for_vllm: int = idle(0, "GPUs for sampling", ge=0)
+    gpus_for_training: int = idle(0, "GPUs for updates", ge=0)
+    gpus_for_ref: int = idle(0, "GPUs for the reference model", ge=0)
+    tensor_parallel: int = idle(1, "tensor parallelism of the sampler", ge=1)
+    reference_placement: Literal["none", "shared", "dedicated"] = idle("none", "where the reference model lives")
+
+
+class Compute(Section):
+    """The machine a hosted run asks for; a local run uses the devices it finds."""
+
+    gpu_type: str | None = idle(None, "GPU model")
+    gpu_count: int | None = idle(None, "number of GPUs", ge=1)
+    nodes: int | None = idle(None, "number of machines", ge=1)
+    topology: Topology = idle(Topology, "how many GPUs do what")
+
+
+class Model(Section):
+    """The policy's weights: `base` or `source`, not both."""
+
+    base: Name | None = key(None, "Hugging Face id or directory of the model to start from")
+    source: Name | None = key(None, "a trained model to start from: run directory, export, or id")
+    trainer_mode: Literal["full", "lora", "qlora"] = key("lora", 'which weights are trained; this version trains all: "full"')
+    label: Name = key("policy", "name under which the policy is served, and default name of the run")
+    compute_dtype: Literal["float32", "bfloat16"] = key("bfloat16", "dtype of activations; parameters and loss are float32")
+    remat: Literal["none", "layer"] = key("layer", "recompute activations of each layer in the backward pass, or store them")
+
+
+class Policy(Section):
+    """How completions are sampled."""
+
+    max_tokens: int = key(512, "most tokens of one completion", ge=1)
+    temperature: float = key(1.0, "sampling temperature, also applied to the trained log-probabilities", gt=0)
+    top_p: float = key(1.0, "nucleus sampling; training needs 1.0", gt=0, le=1)
+    top_k: int = key(0, "top-k sampling; training needs 0 (off)", ge=0)
+    repetition_penalty: float = key(1.0, "penalty on repeated tokens; training needs 1.0", gt=0)
+    stop_sequences: Texts = key((), "strings that end a completion")
+    inference_url: Url | None = idle(None, "an external sampler")
+
+
+class Rollout(Section):
+    """How episodes are played."""
+
+    env_name: Name | None = key(None, "environment name sent to the task app")
+    policy_name: Name | None = key(None, "policy name sent to the task app")
+    max_turns: int = key(1, "most model calls of one episode", ge=1)
+    episodes_per_batch: int = key(..., "episodes of one rollout batch", ge=1, le=10**6)
+    batches_per_step: int = key(1, "rollout batches of one training step", ge=1, le=10**4)
+    max_concurrent_rollouts: int = key(8, "episodes in flight at once", ge=1)
+    env_config: Table = key({}, "sent to the task app as env.config")
+    policy_config: Table = key({}, "sent to the task app as policy.config; its sampling keys count as [policy]'s")
+    ops: Ops = key((), 'operations sent to the task app; empty: "agent", "env" alternating')
+    timeout_s: float = key(600.0, "deadline of one episode in seconds", gt=0)
+    max_attempts: int = key(3, "tries of an episode whose transport fails", ge=1)
+    max_staleness: Literal[0] = fixed(0, "training steps the sampling weights may lag behind")
+    max_void: float = key(0.5, "stop the run when a larger fraction of a batch failed", ge=0, le=1)
+    task_app_origin_rewards_only: bool = idle(True, "rewards come from the task app alone")
+    rubric_rewards_only: bool = idle(False, "rewards come from the rubric alone")
+
+
+class WeightSync(Section):
+    """How new weights reach the sampler."""
+
+    enable: bool = idle(True, "send new weights to the sampler")
+    targets: Texts = idle(("policy",), "receivers")
+    mode: str = idle("direct", "what is sent")
+    direct: bool = idle(True, "send without a file in between")
+    verify_every_k: int = idle(0, "verify every k-th transfer", ge=0)
+    weight_sync_interval: int = idle(1, "training steps between transfers", ge=1)
+
+
+class Lora(Section):
+    """Low-rank adapters."""
+
+    r: int = idle(16, "rank", ge=1)
+    alpha: float = idle(32.0, "scale is alpha / r", gt=0)
+    dropout: float = idle(0.0, "dropout of the adapter's input", ge=0, lt=1)
+    target_modules: Texts = idle((), "module names; empty: all linear layers")
+
+
+class Rewards(Section):
+    """Rewards of single decisions."""
+
+    step_rewards_enabled: bool = idle(False, "use them")
+    step_rewards_mode: Literal["off", "decision_stepwise", "env_sparse", "indicator"] = idle("off", "where they come from")
+    step_rewards_indicator_lambda: float = idle(0.0, "bonus of a decision that achieves something new", ge=0)
+    step_rewards_beta: float = idle(0.0, "bonus per remaining turn of such a decision")
+    step_rewards_strategy: str = idle("consistent", "how the task app counts achievements")
+    step_rewards_weights: Table = idle({}, "weight per achievement")
+    step_rewards_k_limits: Table = idle({}, "how often an achievement counts")
+    event_rewards_kind: Literal["unique", "absolute", "binary", "continuous"] = idle("unique", "which achievements count")
+
+
+class Training(Section):
+    """Steps, batches and the learning rate."""
+
+    num_epochs: int = key(1, "total steps = num_epochs * iterations_per_epoch", ge=1)
+    iterations_per_epoch: int = key(..., "training steps of one epoch", ge=1)
+    group_size: int = key(..., "episodes per problem; the group is the baseline of its members", ge=2)
+    batch_size: int | None = key(None, "trajectories per optimizer minibatch; default: a quarter of the step's", ge=1)
+    learning_rate: float = key(..., "peak learning rate", gt=0)
+    log_interval: int = key(10, "print every n-th step; every step is written to metrics.jsonl", ge=1)
+    packing: Literal["shared_prefix", "packed", "padded"] = key("shared_prefix", "how trajectories are laid out in rows")
+    row_length: int = key(0, "tokens per row; 0: serving.context_length", ge=0)
+    rows_per_microbatch: int = key(1, "rows of one forward-backward pass, over all devices", ge=1)
+    weight_sync_interval: Literal[1] = fixed(1, "training steps between weight transfers")
+    weight_sync: WeightSync = idle(WeightSync, "how new weights reach the sampler")
+    lora: Lora = idle(Lora, "low-rank adapters")
+    rewards: Rewards = idle(Rewards, "rewards of single decisions")
+    rollouts: Table = idle({}, "old name of [rollout]; not read")
+    gradient_accumulation_steps: int = idle(1, "follows from rows_per_microbatch", ge=1)
+    max_accumulated_minibatch: int | None = idle(None, "follows from rows_per_microbatch", ge=1)
+    async_semaphore_max: int | None = idle(None, "see rollout.max_concurrent_rollouts", ge=1)
+    ops: Ops = idle((), "see rollout.ops")
+    max_completion_tokens: int | None = idle(None, "see policy.max_tokens", ge=1)
+    reward_positive: float | None = idle(None, "reward of a right answer; the task app decides")
+    reward_negative_no_tool: float | None = idle(None, "reward without a tool call; the task app decides")
+    reward_negative_no_answer: float | None = idle(None, "reward without an answer; the task app decides")
+    max_images_per_message: int | None = idle(None, "images", ge=0)
+    supports_vision: bool = idle(False, "images")
+
+
+class Evaluation(Section):
+    """Episodes that are scored and never trained on."""
+
+    instances: int | None = key(None, "problems per evaluation; default: one per seed, so none without seeds", ge=0, le=10**6)
+    every_n_iters: int = key(0, "evaluate every n-th step and at the end; 0: at the end only", ge=0)
+    seeds: Seeds = key((), "seeds of the problems; when fewer than instances, the integers that follow are added")
+    samples: int = key(1, "episodes per problem", ge=1)
+    split: Name = key("test", "data split sent to the task app")
+
+
+class Data(Section):
+    """Which problems are trained on."""
+
+    split: Name = key("train", "data split sent to the task app")
+    seed_start: int = key(0, "seed of the first problem; each next problem adds 1", ge=0)
+    episodes_per_iteration: int | None = idle(None, "see rollout.episodes_per_batch", ge=1)
+    evaluation_episodes: int | None = idle(None, "see evaluation.instances", ge=1)
+
+
+class Optimizer(Section):
+    """AdamW."""
+
+    beta1: float = key(0.9, "decay of the first moment", ge=0, lt=1)
+    beta2: float = key(0.99, "decay of the second moment", ge=0, lt=1)
+    eps: float = key(1e-8, "added to the root of the second moment", gt=0)
+    weight_decay: float = key(0.0, "decoupled weight decay", ge=0)
+    max_grad_norm: float = key(1.0, "gradients are scaled down to this global norm", gt=0)
+    warmup_steps: int = key(0, "optimizer steps of linear warm-up", ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = key("constant", "learning rate after the warm-up")
+
+
+class Serving(Section):
+    """The sampler and its gateway."""
+
+    engine: Literal["auto", "jax", "vllm"] = key("auto", "who samples")
+    slots: int = key(64, "sequences decoded together", ge=1)
+    context_length: int = key(1024, "most tokens of prompt and completion together", ge=2)
+    host: Name = key("127.0.0.1", "address the gateway listens on")
+
+
+class Mesh(Section):
+    """Devices."""
+
+    fsdp: int = key(1, "devices over which batch rows and state are sharded; 0: all", ge=0)
+
+
+class Run(Section):
+    """The run directory."""
+
+    name: DirectoryName = key("policy", "directory name; default: model.label")
+    seed: int = key(0, "root of the key tree", ge=0, lt=2**32)
+    dir: Name = key("runs", "parent directory of run directories")
+    checkpoint_every: int = key(10, "training steps between checkpoints", ge=1)
+    keep_last: int = key(2, "checkpoints kept", ge=1)
+    log_rollouts: bool = key(True, "write every trajectory to rollouts/")
+
+
+class RewardBlend(Section):
+    """Weights of the parts of a reward."""
+
+    env: float = idle(1.0, "weight of the task app's reward", ge=0)
+    event: float = idle(0.0, "weight of the judge's event scores", ge=0)
+    outcome: float = idle(0.0, "weight of the judge's outcome score", ge=0)
+
+
+class JudgeOptions(Section):
+    """The judge's model and what it scores."""
+
+    provider: str | None = idle(None, "API of the judge")
+    model: str | None = idle(None, "model of the judge")
+    event: bool | None = idle(None, "score events")
+    outcome: bool | None = idle(None, "score outcomes")
+    rubric_id: str | None = idle(None, "a rubric the judge knows")
+    rubric_overrides: Table = idle({}, "criteria per kind of score")
+    timeout_s: float = idle(30.0, "deadline of one judgment", gt=0)
+    max_concurrency: int = idle(10, "judgments in flight", ge=1)
+    tracks: Texts = idle((), "kinds of scores")
+    weights: dict[str, float] = idle({}, "weight per track")
+    metadata: Table = idle({}, "passed to the judge")
+
+
+class Judge(Section):
+    """A model that scores episodes."""
+
+    enabled: bool = idle(False, "use it")
+    type: str | None = idle(None, "kind of judge")
+    timeout_s: float | None = idle(None, "deadline of one judgment", gt=0)
+    rubric: Table = idle({}, "criteria")
+    reward_blend: RewardBlend = idle(RewardBlend, "weights of the parts of a reward")
+    options: JudgeOptions = idle(JudgeOptions, "the judge's model and what it scores")
+
+
+class Rubric(Section):
+    """Criteria of a judge, older spelling."""
+
+    enabled: bool = idle(False, "use them")
+    weights: RewardBlend = idle(RewardBlend, "weights of the parts of a reward")
+    model: str | None = idle(None, "model of the judge")
+    api_base: Url | None = idle(None, "API of the judge")
+    api_key_env: EnvironmentVariable | None = idle(None, "environment variable that holds its API key")
+    event: Table | bool | None = idle(None, "criteria of events")
+    outcome: Table | bool | None = idle(None, "criteria of outcomes")
+
+
+class Config(Section):
+    """A whole run. Functions receive the section they need, not this."""
+
+    type: Literal["rl"] = fixed("rl", "kind of job")
+    algorithm: Algorithm = key(Algorithm, "")
+    services: Services = key(Services, "")
+    model: Model = key(..., "")
+    policy: Policy = key(Policy, "")
+    rollout: Rollout = key(..., "")
+    training: Training = key(..., "")
+    optimizer: Optimizer = key(Optimizer, "")
+    evaluation: Evaluation = key(Evaluation, "")
+    data: Data = key(Data, "")
+    serving: Serving = key(Serving, "")
+    mesh: Mesh = key(Mesh, "")
+    run: Run = key(Run, "")
+    compute: Compute = key(Compute, "")
+    judge: Judge = key(Judge, "")
+    rubric: Rubric = key(Rubric, "")
+    tags: Table = key({}, "free notes, written to config.json", "recorded")
+    vllm: Table = idle({}, "options of a vLLM server")
+    reference: Table = idle({}, "reference model")
+    backend: Table = idle({}, "hosted back end")
+    smoke: Table = idle({}, "options of a smoke test")
+
+
+def acts(field: FieldInfo) -> str:
+    """`read`, `fixed`, `idle` or `recorded`: what this version does with a key."""
+    extra = field.json_schema_extra
+    return str(extra["acts"]) if isinstance(extra, dict) else "read"
+
+
+def subsection(field: FieldInfo) -> type[Section] | None:
+    """The section class of a field that is a table of its own, otherwise None."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def tables(root: type[Section] = Config, name: str = "") -> Iterator[tuple[str, type[Section]]]:
+    """Every table under `root` with its dotted name, `root` first."""
+    yield name, root
+    for child, field in root.model_fields.items():
+        if section := subsection(field):
+            yield from tables(section, f"{name}.{child}".lstrip("."))
+
+
+@cache
+def keys(root: type[Section] = Config) -> Mapping[str, FieldInfo]:
+    """Every key under `root` by dotted name, tables left out."""
+    return MappingProxyType(
+        {
+            f"{table}.{name}".lstrip("."): field
+            for table, section in tables(root)
+            for name, field in section.model_fields.items()
+            if subsection(field) is None
+        }
+    )

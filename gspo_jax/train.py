@@ -1,0 +1,285 @@
+"""The loop: rollouts -> groups -> pack -> update -> publish. `python -m gspo_jax.train cfg.toml`."""
+
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import optax
+
+from gspo_jax import advantages as advantage_functions
+from gspo_jax import checkpoint, runlog
+from gspo_jax.background import Background
+from gspo_jax.batch import Packing, pack
+from gspo_jax.config import ConfigError, mesh_devices, model_id, row_length
+from gspo_jax.config_report import groups as group_count
+from gspo_jax.config_report import minibatch_size, minibatches, total_steps
+from gspo_jax.digest import batch_digest, params_digest
+from gspo_jax.evaluate import Evaluation, evaluate, evaluation_problems
+from gspo_jax.learner import Learner, learner
+from gspo_jax.losses import gspo
+from gspo_jax.metrics import rollout_metrics, with_aliases
+from gspo_jax.policy import Policy, load_policy, logprobs_of, save_policy
+from gspo_jax.rollouts import AnyTask, Rollouts, open_rollouts, training_problems
+from gspo_jax.sections import Config
+from gspo_jax.sharding import Placement, place
+from gspo_jax.types import Batch, TrainState
+from rollout.runner import void_table
+from rollout.types import Group, Problem, Trajectory
+
+MAX_SKIPPED = 5
+"""Consecutive non-finite minibatches after which a run stops."""
+
+
+class TrainingError(Exception):
+    """The run cannot go on; the message says why and what to change."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step consumed and reported. `evaluation` is set on the steps that evaluated."""
+
+    step: int
+    metrics: dict[str, float | None]
+    groups: tuple[Group, ...]
+    evaluation: Evaluation | None
+
+
+class Watcher(Protocol):
+    """Hears what happens while it happens; a display is one."""
+
+    def started(self, run_dir: Path, config: Config, first_step: int) -> None: ...
+    def phase(self, name: str) -> None: ...
+    def rollout(self, trajectory: Trajectory) -> None: ...
+    def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
+    def event(self, event: dict[str, Any]) -> None: ...
+
+
+def train(
+    config: Config,
+    *,
+    task: AnyTask | None = None,
+    run_dir: Path | None = None,
+    resume: bool = False,
+    watcher: Watcher | None = None,
+) -> Iterator[Step]:
+    """Train, one yielded Step per rollout batch. Everything is closed when the iterator ends, is closed, or raises.
+
+    `task` is served on a loopback port in place of `[services]`. Works inside a running event loop: rollouts have a thread
+    of their own. Raises ConfigError, RunError, TrainingError, CheckpointError, WeightError, TaskAppError.
+    """
+    check_capabilities(config)
+    run_dir = runlog.open_run(config, run_dir or Path(config.run.dir) / config.run.name, resume=resume)
+    policy, params = load_policy(model_id(config), compute_dtype=config.model.compute_dtype, remat=config.model.remat)
+    placement = place(mesh_devices(config, len(jax.devices())))
+    learn = build_learner(config, policy)
+    state, best = _first_state(learn, placement.state(params), run_dir, resume=resume)
+    del params
+    with ExitStack() as stack:
+        background = Background()
+        stack.callback(background.close)
+        hears = [lambda e: runlog.event(run_dir, **e)] + ([watcher.event] if watcher else [])
+        world = open_rollouts(config, policy, task=task, on_event=lambda e: [hear(e) for hear in hears] and None)
+        rollouts = background.enter(world)
+        stack.callback(background.leave, world)
+        manager = stack.enter_context(checkpoint.open_checkpoints(run_dir, config.run.keep_last))
+        loop = _Loop(config, policy, learn, placement, background, rollouts, manager, run_dir, watcher, best)
+        yield from loop.steps(state)
+
+
+def check_capabilities(config: Config) -> None:
+    """ConfigError for what a valid config may ask and this version cannot do."""
+    problems = []
+    if config.model.trainer_mode != "full":
+        problems.append(f'model.trainer_mode: "{config.model.trainer_mode}" is not available yet; set trainer_mode = "full"')
+    if config.serving.engine == "vllm":
+        problems.append('serving.engine: "vllm" is not available yet; set engine = "jax"')
+    if problems:
+        raise ConfigError("config", problems)
+
+
+def build_learner(config: Config, policy: Policy) -> Learner:
+    """The learner a config describes."""
+
+    def loss(logprobs, batch):
+        return gspo(logprobs, batch, eps_low=config.algorithm.eps_low, eps_high=config.algorithm.eps_high)
+
+    logprobs = logprobs_of(policy, temperature=config.policy.temperature)
+    return learner(logprobs, loss, build_optimizer(config), max_grad_norm=config.optimizer.max_grad_norm)
+
+
+def build_optimizer(config: Config) -> optax.GradientTransformation:
+    """AdamW with the config's learning-rate schedule over optimizer steps."""
+    section, peak = config.optimizer, config.training.learning_rate
+    steps, warmup = total_steps(config) * minibatches(config), config.optimizer.warmup_steps
+    after = {
+        "constant": lambda: optax.constant_schedule(peak),
+        "linear": lambda: optax.linear_schedule(peak, 0.0, max(steps - warmup, 1)),
+        "cosine": lambda: optax.cosine_decay_schedule(peak, max(steps - warmup, 1)),
+    }[section.schedule]()
+    schedule = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
+    return optax.adamw(schedule, section.beta1, section.beta2, section.eps, weight_decay=section.weight_decay)
+
+
+def make_batch(config: Config, groups: Sequence[Group]) -> tuple[Batch, list[list[float]]]:
+    """The packed batch of a step and the advantages in it: the part of a step that `replay` shares with training."""
+    function = getattr(advantage_functions, config.algorithm.advantage)
+    advantages = [function([t.reward for t in group.trajectories]) for group in groups]
+    packing = Packing(row_length(config), config.training.rows_per_microbatch, config.training.packing)
+    return pack(groups, advantages, minibatch_size(config), packing), advantages
+
+
+def _first_state(learn: Learner, params: Any, run_dir: Path, *, resume: bool) -> tuple[TrainState, float | None]:
+    """A fresh state, or the newest checkpoint's; what was logged of later steps is forgotten."""
+    state = jax.jit(learn.init)(params)
+    if not resume:
+        return state, None
+    directory = run_dir / "checkpoints"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = checkpoint.latest(directory)
+    for warning in caught:
+        runlog.event(run_dir, "checkpoint.incomplete", message=str(warning.message))
+    best = None
+    if step is not None:
+        state, run = checkpoint.restore(directory, step, state)
+        best = run["best"]
+    runlog.event(run_dir, "run.resumed", step=int(state.step), **runlog.identity())
+    runlog.rewind(run_dir, int(state.step))
+    return state, best
+
+
+class _Loop:
+    """The objects of one run, and the loop over them."""
+
+    def __init__(self, config, policy, learn, placement, background, rollouts, manager, run_dir, watcher, best):
+        self.config: Config = config
+        self.policy: Policy = policy
+        self.placement: Placement = placement
+        self.background: Background = background
+        self.rollouts: Rollouts = rollouts
+        self.manager, self.run_dir, self.watcher, self.best = manager, run_dir, watcher, best
+        self.update = jax.jit(learn.update, donate_argnums=0)
+        self.held_out = evaluation_problems(config, rollouts)
+
+    def steps(self, state: TrainState) -> Iterator[Step]:
+        first, total = int(state.step), total_steps(self.config)
+        if self.watcher:
+            self.watcher.started(self.run_dir, self.config, first)
+        runlog.event(self.run_dir, "run.started", step=first, steps=total)
+        self.publish(state)
+        if first == 0:
+            self.evaluate(0)
+        for step in range(first, total):
+            state, done = self.step(state, step)
+            yield done
+        if first < total:
+            save_policy(self.policy, state.params, self.run_dir / "export")
+        runlog.event(self.run_dir, "run.finished", step=total)
+
+    def step(self, state: TrainState, step: int) -> tuple[TrainState, Step]:
+        clock = _Clock()
+        groups = self.collect(step)
+        clock.lap("time/rollout")
+        self.refuse_void(groups)
+        batch, advantages = make_batch(self.config, groups)
+        if self.config.run.log_rollouts:
+            runlog.write_groups(runlog.rollout_file(self.run_dir, step), groups)
+        self.phase("update")
+        state, updated = self.update(state, self.placement.batch(batch))
+        digest = {"step": step, "params": params_digest(state.params), "batch": batch_digest(batch)}
+        metrics = rollout_metrics(groups, advantages, step) | {k: float(v) for k, v in jax.device_get(updated).items()}
+        clock.lap("time/update")
+        self.refuse_nonfinite(state)
+        self.publish(state)
+        clock.lap("time/sync")
+        evaluation = self.evaluate(step + 1) if self.due(step + 1, self.config.evaluation.every_n_iters) else None
+        metrics |= {"eval/reward_mean": evaluation.reward_mean if evaluation else None, **clock.laps}
+        metrics["time/step"] = sum(clock.laps.values())
+        metrics["tokens/per_second"] = (metrics["tokens/sampled"] or 0.0) / metrics["time/step"]
+        runlog.append(self.run_dir / "digests.jsonl", digest)
+        runlog.append(self.run_dir / "metrics.jsonl", {"step": step, **with_aliases(metrics)})
+        self.save(state, evaluation)
+        return state, Step(step, metrics, groups, evaluation)
+
+    def collect(self, step: int) -> tuple[Group, ...]:
+        self.phase("rollout")
+        problems: list[Problem] = training_problems(self.config, self.rollouts.sizes, step, group_count(self.config))
+        heard = self.watcher.rollout if self.watcher else lambda _: None
+        size = self.config.training.group_size
+        return self.background.run(self.rollouts.collect(problems, size, step=step, on_done=lambda _, t: heard(t)))
+
+    def publish(self, state: TrainState) -> None:
+        self.phase("sync")
+        self.background.run(self.rollouts.publish(int(state.step), self.placement.gathered(state.params)))
+
+    def evaluate(self, step: int) -> Evaluation | None:
+        """Held-out reward after `step` steps, logged; None when the config names no held-out problems."""
+        if not self.held_out:
+            return None
+        self.phase("evaluation")
+        started = time.monotonic()
+        found = self.background.run(evaluate(self.rollouts, self.held_out, self.config.evaluation.samples))
+        seconds = round(time.monotonic() - started, 3)
+        runlog.event(
+            self.run_dir, "evaluation", step=step, reward_mean=found.reward_mean, reward_sem=found.reward_sem, seconds=seconds
+        )
+        runlog.write_groups(self.run_dir / "rollouts" / f"eval_{step:06d}.jsonl", found.groups)
+        if self.watcher:
+            self.watcher.evaluated(step, found)
+        return found
+
+    def save(self, state: TrainState, evaluation: Evaluation | None) -> None:
+        """A checkpoint when one is due, and whenever the held-out reward is the best so far."""
+        reward = evaluation.reward_mean if evaluation else None
+        better = reward is not None and (self.best is None or reward > self.best)
+        if better:
+            self.best = reward
+        if better or self.due(int(state.step), self.config.run.checkpoint_every):
+            self.phase("checkpoint")
+            checkpoint.save(self.manager, state, {"best": self.best}, reward)
+            runlog.event(self.run_dir, "checkpoint", step=int(state.step), reward_mean=reward)
+
+    def due(self, done: int, every: int) -> bool:
+        return done == total_steps(self.config) or (every > 0 and done % every == 0)
+
+    def phase(self, name: str) -> None:
+        if self.watcher:
+            self.watcher.phase(name)
+
+    def refuse_void(self, groups: Sequence[Group]) -> None:
+        count = sum(len(group.trajectories) for group in groups)
+        table = void_table(groups)
+        void = sum(n for _, n in table)
+        if void > self.config.rollout.max_void * count:
+            rows = "\n".join(f"  {n:6d}  {reason}" for reason, n in table)
+            raise TrainingError(f"{void} of {count} rollouts failed, more than rollout.max_void = {self.config.rollout.max_void}:\n{rows}")
+
+    def refuse_nonfinite(self, state: TrainState) -> None:
+        skipped = int(state.skipped)
+        if skipped >= MAX_SKIPPED:
+            raise TrainingError(
+                f"{skipped} minibatches in a row had a loss or gradient that is not finite; the weights are those of before. "
+                "Lower training.learning_rate, or look at rollouts/ for log-probabilities out of range"
+            )
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.laps[name], self._last = now - self._last, now
+
+
+if __name__ == "__main__":
+    from gspo_jax.train_command import main
+
+    raise SystemExit(main())
+

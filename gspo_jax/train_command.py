@@ -1,0 +1,139 @@
+"""`python -m gspo_jax.train cfg.toml`: the loop with a display, plots, transcripts, and exit codes that tell the truth."""
+
+import argparse
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+from rich.console import Console
+
+from gspo_jax.background import Background
+from gspo_jax.checkpoint import CheckpointError
+from gspo_jax.config import ConfigError, load_config, model_id
+from gspo_jax.config_report import groups, minibatch_size, minibatches, outbound_hosts, total_steps, unused_keys
+from gspo_jax.display import open_display, show_transcripts
+from gspo_jax.evaluate import EvaluationError
+from gspo_jax.plots import write_plots
+from gspo_jax.policy import describe_policy
+from gspo_jax.pretrained import ModelNotFoundError, resolve_model
+from gspo_jax.rollouts import open_rollouts
+from gspo_jax.runlog import RunError
+from gspo_jax.sections import Config
+from gspo_jax.train import TrainingError, check_capabilities, train
+from rollout.client import TaskAppError
+from rollout.task_file import TaskFileError
+from serving_bridge.chat import ChatError
+from serving_bridge.convert import WeightError
+
+WRONG_INPUT = (ConfigError, RunError, ModelNotFoundError, WeightError, ChatError, TaskFileError)
+FAILED = (TrainingError, CheckpointError, TaskAppError, EvaluationError, OSError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 done, 1 the run failed, 2 wrong input, 130 Ctrl-C, 143 terminated."""
+    parser = argparse.ArgumentParser(prog="python -m gspo_jax.train", description="Train a language model with GSPO.")
+    parser.add_argument("config", type=Path, help="TOML file")
+    parser.add_argument("--run-dir", type=Path, help="where this run writes (default: run.dir/run.name)")
+    parser.add_argument("--resume", action="store_true", help="continue the run in the run directory from its newest checkpoint")
+    parser.add_argument("--dry-run", action="store_true", help="check config, model and task app, train nothing")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a key of the file")
+    args = parser.parse_args(argv)
+
+    def work() -> None:
+        config, notes = load_config(args.config, args.set)
+        for line in notes + _notes(config):
+            print(line, file=sys.stderr)
+        if args.dry_run:
+            _dry_run(config)
+        else:
+            _train(config, args.run_dir, resume=args.resume)
+
+    return run_command(work)
+
+
+def run_command(work: Callable[[], None]) -> int:
+    """Run `work`; a user's error becomes one message on stderr, a signal its exit code. Anything else keeps its traceback."""
+    terminated = False
+
+    def terminate(*_: object) -> None:
+        nonlocal terminated
+        terminated = True
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, terminate)
+    try:
+        work()
+    except WRONG_INPUT as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except FAILED as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("terminated" if terminated else "interrupted", file=sys.stderr)
+        return 143 if terminated else 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    return 0
+
+
+def _notes(config: Config) -> list[str]:
+    notes = []
+    if unused := unused_keys(config):
+        notes.append(f"note: set, but without effect in this version: {', '.join(unused)}")
+    if config.serving.engine == "auto":
+        notes.append("note: serving.engine = auto: the embedded JAX sampler")
+    if hosts := outbound_hosts(config):
+        notes.append(f"note: this run talks to {', '.join(hosts)}")
+    return notes
+
+
+def _train(config: Config, run_dir: Path | None, *, resume: bool) -> None:
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    run_dir = run_dir or Path(config.run.dir) / config.run.name
+    try:
+        with open_display(console) as display, closing(
+            train(config, run_dir=run_dir, resume=resume, watcher=display)
+        ) as steps:  # fmt: skip
+            for step in steps:
+                display.stepped(step)
+                if step.evaluation:
+                    write_plots(run_dir)
+    except KeyboardInterrupt:
+        again = f"continue with: python -m gspo_jax.train ... --resume (run directory {run_dir})"
+        print(f"stopped; everything up to the last checkpoint is kept; {again}", file=sys.stderr)
+        raise
+    write_plots(run_dir)
+    show_transcripts(console, run_dir, total_steps(config))
+    console.print(f"curves   {run_dir}/plots/reward.png, {run_dir}/plots/health.png")
+    console.print(f"model    {run_dir}/export (Hugging Face layout)")
+    console.print(f"serve    python -m gspo_jax.serve {run_dir}/export --port 8000")
+
+
+def _dry_run(config: Config) -> None:
+    check_capabilities(config)
+    policy = describe_policy(
+        resolve_model(model_id(config)), compute_dtype=config.model.compute_dtype, remat=config.model.remat
+    )
+    background = Background()
+    try:
+        world = open_rollouts(config, policy)
+        sizes = background.enter(world).sizes
+        background.leave(world)
+    finally:
+        background.close()
+    print(f"model    {model_id(config)} ({policy.architecture}) in {policy.folder}")
+    print(f"task     answers; problems per split: {dict(sizes) or 'not stated'}")
+    print(
+        f"plan     {total_steps(config)} steps of {groups(config)} groups x {config.training.group_size}, "
+        f"{minibatches(config)} minibatches of {minibatch_size(config)}"
+    )
+    print(f"run dir  {Path(config.run.dir) / config.run.name}{' (holds a run)' if _holds_run(config) else ''}")
+
+
+def _holds_run(config: Config) -> bool:
+    return (Path(config.run.dir) / config.run.name / "config.json").exists()
+
+

@@ -1,0 +1,98 @@
+"""The weight table: rows that name the same weights in Flax and in Hugging Face, and what follows from a row alone."""
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_LETTER = r"[A-Za-z_]\w*"
+
+
+class WeightError(ValueError):
+    """A weight folder, table or parameter tree that does not fit; the message lists every tensor at fault, ten of each kind."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One row: the same weights under both namings.
+
+    `path`: Flax path, "/"-separated. `name`: Hugging Face name, `{l}` standing for the layer number. `layout`: Hugging Face
+    axes -> Flax axes of one tensor, without the stacked ones; letters get their sizes from the caller.
+    """
+
+    path: str
+    name: str
+    layout: str
+
+
+def stacked(row: Weight) -> tuple[str, ...]:
+    """Letters of the axes a row stacks over, in the order of its Flax leaf's leading axes."""
+    return tuple(letter for _, letter, _, _ in string.Formatter().parse(row.name) if letter)
+
+
+def leaf_axes(row: Weight) -> tuple[str, ...]:
+    """Letters of all axes of a row's Flax leaf, stacked ones first: what sharding rules are keyed by."""
+    return (*stacked(row), *_groups(sides(row)[1]))
+
+
+def leaf_shape(row: Weight, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of a row's Flax leaf under `sizes`."""
+    return (*(_size(row, letter, sizes) for letter in stacked(row)), *_shape(row, sides(row)[1], sizes))
+
+
+def tensor_shape(row: Weight, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of each of a row's Hugging Face tensors under `sizes`."""
+    return _shape(row, sides(row)[0], sizes)
+
+
+def tensor_names(row: Weight, sizes: Mapping[str, int]) -> Iterator[tuple[tuple[int, ...], str]]:
+    """`(index into the leaf's stacked axes, Hugging Face name)` of each tensor of a row."""
+    axes = stacked(row)
+    for index in np.ndindex(*(_size(row, letter, sizes) for letter in axes)):
+        yield index, row.name.format(**dict(zip(axes, index, strict=True)))
+
+
+def sides(row: Weight) -> tuple[str, str]:
+    """`(Hugging Face axes, Flax axes)` of a row's layout."""
+    parts = row.layout.split("->")
+    if len(parts) != 2:
+        raise WeightError(f"{row.path}: layout {row.layout!r} must be 'hugging face axes -> flax axes'")
+    return parts[0].strip(), parts[1].strip()
+
+
+def _groups(side: str) -> list[str]:
+    """Axes of one side of a layout: `"(n h) d"` -> `["(n h)", "d"]`."""
+    return re.findall(r"\([^()]*\)|\w+", side)
+
+
+def letters(row: Weight, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of the letters of a row's layout, and of no others: what `einops.rearrange` wants."""
+    return {letter: _size(row, letter, sizes) for letter in re.findall(_LETTER, row.layout)}
+
+
+def _size(row: Weight, letter: str, sizes: Mapping[str, int]) -> int:
+    if letter not in sizes:
+        raise WeightError(f"{row.path}: no size for axis {letter!r} of {row.name!r}, {row.layout!r}; sizes has {sorted(sizes)}")
+    return sizes[letter]
+
+
+def _shape(row: Weight, side: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(math.prod(_size(row, letter, sizes) for letter in re.findall(_LETTER, group)) for group in _groups(side))
+
+
+def check_table(table: Sequence[Weight], sizes: Mapping[str, int]) -> None:
+    """Raises WeightError unless every row's layout is well-formed and has its sizes, and no name or path occurs twice."""
+    for row in table:
+        hf, flax = (Counter(re.findall(_LETTER, side)) for side in sides(row))
+        if hf != flax or max(hf.values(), default=1) > 1:
+            raise WeightError(f"{row.path}: both sides of layout {row.layout!r} must have the same letters, each once")
+        leaf_shape(row, sizes)
+    names = Counter(name for row in table for _, name in tensor_names(row, sizes))
+    paths = Counter(row.path for row in table)
+    doubled = [value for counts in (names, paths) for value, count in counts.items() if count > 1]
+    if doubled:
+        raise WeightError(f"the weight table has these names or paths twice: {', '.join(doubled[:10])}")
