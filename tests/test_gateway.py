@@ -205,7 +205,9 @@ def test_tpl_03_reasoning_opened_by_the_prompt_extends_exactly():
 
 
 def test_a_repeated_call_is_a_turn_and_the_next_one_continues_the_reply_it_shows():
-    engine = Engine(answer("4"), answer("5"), answer("6"))
+    spelled = tuple(token for letter in "believe" for token in tokens(letter))
+    assert spelled != tokens("believe")
+    engine = Engine(completion((*spelled, END)), answer("5"), answer("6"))
 
     async def run():
         async with served(engine) as (gateway, _, client):
