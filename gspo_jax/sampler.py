@@ -203,8 +203,9 @@ class Sampler:
                 self._active[slot] = request
 
     def _bucket(self, length: int) -> int:
-        """The smallest power of two (32 at least) that holds a prompt, capped at the context."""
-        return min(max(32, 1 << (length - 1).bit_length()), self.context_length)
+        """The compiled width for a prompt: two per octave, multiples of 16, at most the context."""
+        step = max(16, 1 << max((length - 1).bit_length() - 2, 0))
+        return min(-(-length // step) * step, self.context_length)
 
     def _draw_tokens(self) -> np.ndarray:
         draws = self._draws()

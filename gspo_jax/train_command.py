@@ -15,6 +15,7 @@ from gspo_jax.config import ConfigError, load_config, model_id
 from gspo_jax.config_report import groups, minibatch_size, minibatches, outbound_hosts, total_steps, unused_keys
 from gspo_jax.display import open_display, show_transcripts
 from gspo_jax.evaluate import EvaluationError
+from gspo_jax.host import keep_freed_memory
 from gspo_jax.plots import write_plots
 from gspo_jax.policy import describe_policy
 from gspo_jax.pretrained import ModelNotFoundError, resolve_model
@@ -62,6 +63,7 @@ def run_command(work: Callable[[], None]) -> int:
         terminated = True
         raise KeyboardInterrupt
 
+    keep_freed_memory()
     previous = signal.signal(signal.SIGTERM, terminate)
     try:
         work()
