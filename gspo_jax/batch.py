@@ -139,8 +139,7 @@ def _place(items: list[Item], packing: Packing) -> list[tuple[Layout, int]]:
                 break
         else:
             fresh: Layout = [[] for _ in range(packing.rows)]
-            found = _fit(fresh, item.pieces, packing, max(packing.rows, len(item.pieces)))
-            assert found is not None
+            found = _fit(fresh, item.pieces, packing, max(packing.rows, len(item.pieces))) or fresh
             micros.append((found, item.trajectories))
     return micros
 

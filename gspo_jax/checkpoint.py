@@ -64,7 +64,10 @@ def latest(directory: Path) -> int | None:
         missing = [part for part in PARTS if not (directory / str(step) / part).is_dir()]
         if not missing and (directory / str(step) / "_CHECKPOINT_METADATA").exists():
             return step
-        warnings.warn(f"checkpoint {directory / str(step)} is incomplete (missing: {missing or 'commit marker'}); passed over", stacklevel=2)
+        warnings.warn(
+            f"checkpoint {directory / str(step)} is incomplete (missing: {missing or 'commit marker'}); passed over",
+            stacklevel=2,
+        )
     return None
 
 
@@ -84,7 +87,9 @@ def restore(directory: Path, step: int, like: Any) -> tuple[TrainState, dict[str
         with ocp.CheckpointManager(directory.absolute()) as manager:
             found = manager.restore(step, args=args)
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"checkpoint {directory / str(step)} cannot be read: {str(error).splitlines()[0][:300]}") from None
+        raise CheckpointError(
+            f"checkpoint {directory / str(step)} cannot be read: {str(error).splitlines()[0][:300]}"
+        ) from None
     return _owned(found["state"]), found["run"]
 
 

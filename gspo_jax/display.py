@@ -69,7 +69,9 @@ class Display:
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         self._held_out[step] = evaluation.reward_mean
         if self._live is None:
-            self.console.print(f"held-out reward after {step} steps: {evaluation.reward_mean:.3f} ± {evaluation.reward_sem:.3f}")
+            self.console.print(
+                f"held-out reward after {step} steps: {evaluation.reward_mean:.3f} ± {evaluation.reward_sem:.3f}"
+            )
 
     def event(self, event: dict[str, Any]) -> None:
         if event.get("type") == "rollout.void":

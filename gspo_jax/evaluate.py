@@ -37,9 +37,17 @@ async def evaluate(rollouts: Rollouts, problems: Sequence[Problem], samples: int
     Raises EvaluationError when not a single rollout succeeded.
     """
     groups = await rollouts.collect(problems, samples, step=0, branch=EVALUATION)
-    means = [np.mean(rewards) for group in groups if (rewards := [t.reward for t in group.trajectories if t.reward is not None])]
+    means = [
+        np.mean(rewards) for group in groups if (rewards := [t.reward for t in group.trajectories if t.reward is not None])
+    ]
     if not means:
         reasons = sorted({t.reason for group in groups for t in group.trajectories})
         raise EvaluationError(f"evaluation: all {len(problems) * samples} rollouts failed ({', '.join(reasons)})")
     sem = float(np.std(means, ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0
     return Evaluation(float(np.mean(means)), sem, groups)
+
+
+if __name__ == "__main__":
+    from gspo_jax.evaluate_command import main
+
+    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""The learner: `update(state, batch) -> state, metrics`, in the shape of an optax transform. It does no I/O and knows no text."""
+"""The learner: `update(state, batch) -> state, metrics`, in the shape of an optax transform. No I/O, no text."""
 
 from collections.abc import Callable
 from functools import partial

@@ -8,9 +8,7 @@ from jaxtyping import Float
 from gspo_jax.types import Batch, Mean, Peak, Stats
 
 
-def gspo(
-    logprobs: Float[Array, "r t"], batch: Batch, *, eps_low: float = 3e-4, eps_high: float = 4e-4
-) -> tuple[Mean, Stats]:
+def gspo(logprobs: Float[Array, "r t"], batch: Batch, *, eps_low: float = 3e-4, eps_high: float = 4e-4) -> tuple[Mean, Stats]:
     """The GSPO loss of one micro-batch as a sum over trajectories and their count, and its statistics.
 
     For trajectory i with trained tokens t (arXiv 2507.18071, eq. 5 and 7):
@@ -22,7 +20,8 @@ def gspo(
     tie nor an overflow of `exp` reaches the gradient: a row beyond the far side of the band (A < 0, s > e^10) keeps its value
     at e^10 and has no gradient.
     """
-    assert batch.proximal_logprobs is not None
+    if batch.proximal_logprobs is None:
+        raise ValueError("gspo needs batch.proximal_logprobs: the ratio's `old`; the learner fills it in")
     trained = batch.loss_mask
     log_ratio = jnp.where(trained, logprobs - jnp.where(trained, batch.proximal_logprobs, 0), 0)
     length = pool(jnp.where(trained, 1.0, 0.0), batch)

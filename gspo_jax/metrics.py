@@ -15,10 +15,8 @@ ALIASES = {
 }
 
 
-def rollout_metrics(
-    groups: Sequence[Group], advantages: Sequence[Sequence[float]], version: int
-) -> dict[str, float | None]:
-    """Scalars over one rollout batch. Rewards are those the advantages were computed from; void trajectories are not in them."""
+def rollout_metrics(groups: Sequence[Group], advantages: Sequence[Sequence[float]], version: int) -> dict[str, float | None]:
+    """Scalars over one rollout batch. Rewards are those the advantages were computed from, so without void trajectories."""
     everyone = [t for group in groups for t in group.trajectories]
     alive = [t for t in everyone if t.reward is not None]
     rewards = np.array([t.reward for t in alive], np.float64)

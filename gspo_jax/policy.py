@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,9 @@ def describe_policy(folder: Path, *, compute_dtype: str, remat: str) -> Policy:
     try:
         raw = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise WeightError(f"{path}: not a readable model configuration ({error}); model.base must be a Hugging Face folder") from None
+        raise WeightError(
+            f"{path}: not a readable model configuration ({error}); model.base must be a Hugging Face folder"
+        ) from None
     kind = raw.get("model_type")
     if kind not in ARCHITECTURES:
         raise WeightError(f"{path}: model_type={kind!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}")
@@ -83,13 +85,13 @@ def load_params(policy: Policy, folder: Path) -> Params:
     )
 
 
-def save_policy(policy: Policy, params: Params, out: Path, *, dtype: str = "bfloat16") -> None:
+def save_policy(policy: Policy, params: Params, out: Path, *, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> None:
     """A Hugging Face folder at `out` that transformers and vLLM load; appears whole or not at all."""
     save_folder(out, params, policy.table, policy.config.sizes(), source_folder=policy.folder, dtype=dtype, overwrite=True)
 
 
 def logprobs_of(policy: Policy, *, temperature: float = 1.0) -> LogProbs:
-    """The function that scores a packed micro-batch: softmax of `logits / temperature`, everything after the hidden states in float32."""
+    """The function that scores a packed micro-batch under softmax(logits / temperature), in float32 from the logits on."""
 
     def logprobs(params: Params, batch: Batch) -> tuple[Float[Array, "r t"], Float[Array, "r t"]]:
         mask = attention_mask(batch)

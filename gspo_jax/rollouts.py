@@ -67,9 +67,7 @@ async def open_rollouts(
     """Engine, gateway, and the task app: `task` if given, else what `[services]` names. All ports are closed at the end."""
     context = _context_length(config, policy)
     chat = load_chat(policy.folder)
-    sampler = Sampler(
-        policy, slots=config.serving.slots, context_length=context, seed=config.run.seed, decode=chat.decode
-    )
+    sampler = Sampler(policy, slots=config.serving.slots, context_length=context, seed=config.run.seed, decode=chat.decode)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(sampler.aclose)
         gateway = Gateway(
@@ -138,7 +136,9 @@ def _own_keys(config: Config) -> tuple[str, ...]:
 def _context_length(config: Config, policy: Policy) -> int:
     asked, most = config.serving.context_length, policy.config.max_position_embeddings
     if asked > most:
-        raise ConfigError("config", [f"serving.context_length: {asked} is more than the model's {most} positions; use <= {most}"])
+        raise ConfigError(
+            "config", [f"serving.context_length: {asked} is more than the model's {most} positions; use <= {most}"]
+        )
     return asked
 
 

@@ -61,7 +61,8 @@ def identity() -> dict[str, Any]:
 
 def _git() -> dict[str, Any] | None:
     def ask(*words: str) -> str:
-        done = subprocess.run(("git", "-C", str(Path(__file__).parent), *words), capture_output=True, text=True, timeout=10, check=True)  # noqa: S603
+        command = ("git", "-C", str(Path(__file__).parent), *words)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)  # noqa: S603
         return done.stdout.strip()
 
     try:
@@ -144,8 +145,12 @@ def read_groups(file: Path) -> tuple[Group, ...]:
     groups: dict[int, list[tuple[Problem, Trajectory]]] = {}
     for record in read_lines(file):
         g, problem = record.pop("group"), Problem(**record.pop("problem"))
-        turns = tuple(Turn(**{k: tuple(v) if isinstance(v, list) else v for k, v in t.items()}) for t in record.pop("turns"))
+        turns = tuple(Turn(**_tuples(turn)) for turn in record.pop("turns"))
         rewards = record.pop("turn_rewards")
         trajectory = Trajectory(turns=turns, turn_rewards=tuple(rewards) if rewards is not None else None, **record)
         groups.setdefault(g, []).append((problem, trajectory))
     return tuple(Group(rows[0][0], tuple(t for _, t in rows)) for _, rows in sorted(groups.items()))
+
+
+def _tuples(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}

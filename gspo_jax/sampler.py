@@ -56,7 +56,7 @@ class Sampler:
     ) -> None:
         self.context_length, self.version, self._policy, self._seed = context_length, -1, policy, seed
         self._decode_text = decode
-        self._params: Params | None = None
+        self._params: Params = {}
         self._waiting: list[Request] = []
         self._active: list[Request | None] = [None] * slots
         self._logit_version = [0] * slots
@@ -80,12 +80,16 @@ class Sampler:
         """One completion. ValueError when the prompt leaves no room for a token or a parameter is out of range."""
         room = self.context_length - len(prompt_ids)
         if not prompt_ids or room < 1:
-            raise ValueError(f"a prompt of {len(prompt_ids)} tokens must be 1..{self.context_length - 1} (serving.context_length)")
+            raise ValueError(
+                f"a prompt of {len(prompt_ids)} tokens must be 1..{self.context_length - 1} (serving.context_length)"
+            )
         if len(params.stop_ids) > MAX_STOP_IDS or params.max_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
-            raise ValueError(f"{params}: needs max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, at most {MAX_STOP_IDS} stop_ids")
+            raise ValueError(
+                f"{params}: needs max_tokens >= 1, temperature >= 0, 0 < top_p <= 1, at most {MAX_STOP_IDS} stop_ids"
+            )
         if params.stop and self._decode_text is None:
             raise ValueError(f"stop={params.stop!r} needs an engine that was given a decoder")
-        if self._params is None:
+        if self.version < 0:
             raise RuntimeError("no weights were published to the sampler yet")
         if self._loop is None or self._loop.done():
             self._loop = asyncio.create_task(self._run())
@@ -175,7 +179,6 @@ class Sampler:
                 positions[slot] = len(request.prompt) + len(request.ids) - 1
                 self._logit_version[slot] = self.version
         if (positions < self.context_length).any():
-            assert self._params is not None
             self._slots = self._decode(self._params, self._slots, tokens, positions)
 
     def _admit(self, admitted: list[tuple[int, Request]]) -> None:
@@ -193,7 +196,6 @@ class Sampler:
         tokens, lengths = np.zeros((PREFILL_ROWS, width), np.int32), np.ones(PREFILL_ROWS, np.int32)
         for row, (prompt, _) in enumerate(items):
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-        assert self._params is not None
         prompts = self._prefill(self._params, tokens, lengths)
         for row, (_, members) in enumerate(items):
             for slot, request in members:

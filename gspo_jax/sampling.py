@@ -26,8 +26,8 @@ class Draws(NamedTuple):
     """How each slot draws its next token."""
 
     keys: Any
-    """`[b]` request keys; folded with `index`."""
-    index: Int[Array, " b"]
+    """`[b]` request keys; folded with `drawn`."""
+    drawn: Int[Array, " b"]
     """Tokens this request has drawn so far."""
     temperature: Float[Array, " b"]
     top_p: Float[Array, " b"]
@@ -73,9 +73,7 @@ def insert(slots: Slots, prompts: Slots, source: Int[Array, ""], target: Int[Arr
     return Slots(cache, put(slots.logits, prompts.logits, 0))
 
 
-def decode(
-    policy: Policy, params: Params, slots: Slots, tokens: Int[Array, " b"], positions: Int[Array, " b"]
-) -> Slots:
+def decode(policy: Policy, params: Params, slots: Slots, tokens: Int[Array, " b"], positions: Int[Array, " b"]) -> Slots:
     """One token further in every slot. A position beyond the cache marks a free slot: nothing is written for it."""
     length = jax.tree.leaves(slots.cache)[0].shape[2]
     mask = jnp.arange(length)[None, None, :] <= positions[:, None, None]
@@ -128,7 +126,7 @@ def _scaled(logits: Float[Array, "b v"], draws: Draws) -> Float[Array, "b v"]:
 
 
 def _uniform(draws: Draws) -> Float[Array, " b"]:
-    return jax.vmap(lambda key, i: jax.random.uniform(jax.random.fold_in(key, i)))(draws.keys, draws.index)
+    return jax.vmap(lambda key, i: jax.random.uniform(jax.random.fold_in(key, i)))(draws.keys, draws.drawn)
 
 
 def _inverse_cdf(p: Float[Array, "b v"], u: Float[Array, " b"]) -> Int[Array, " b"]:

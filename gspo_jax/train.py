@@ -2,32 +2,29 @@
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
-import optax
 
-from gspo_jax import advantages as advantage_functions
 from gspo_jax import checkpoint, runlog
 from gspo_jax.background import Background
-from gspo_jax.batch import Packing, pack
-from gspo_jax.config import ConfigError, mesh_devices, model_id, row_length
+from gspo_jax.build import build_learner, check_capabilities, make_batch
+from gspo_jax.config import mesh_devices, model_id
 from gspo_jax.config_report import groups as group_count
-from gspo_jax.config_report import minibatch_size, minibatches, total_steps
+from gspo_jax.config_report import total_steps
 from gspo_jax.digest import batch_digest, params_digest
 from gspo_jax.evaluate import Evaluation, evaluate, evaluation_problems
-from gspo_jax.learner import Learner, learner
-from gspo_jax.losses import gspo
+from gspo_jax.learner import Learner
 from gspo_jax.metrics import rollout_metrics, with_aliases
-from gspo_jax.policy import Policy, load_policy, logprobs_of, save_policy
+from gspo_jax.policy import Policy, load_policy, save_policy
 from gspo_jax.rollouts import AnyTask, Rollouts, open_rollouts, training_problems
 from gspo_jax.sections import Config
 from gspo_jax.sharding import Placement, place
-from gspo_jax.types import Batch, TrainState
+from gspo_jax.types import TrainState
 from rollout.runner import void_table
 from rollout.types import Group, Problem, Trajectory
 
@@ -66,7 +63,7 @@ def train(
     run_dir: Path | None = None,
     resume: bool = False,
     watcher: Watcher | None = None,
-) -> Iterator[Step]:
+) -> Generator[Step]:
     """Train, one yielded Step per rollout batch. Everything is closed when the iterator ends, is closed, or raises.
 
     `task` is served on a loopback port in place of `[services]`. Works inside a running event loop: rollouts have a thread
@@ -82,55 +79,18 @@ def train(
     with ExitStack() as stack:
         background = Background()
         stack.callback(background.close)
-        hears = [lambda e: runlog.event(run_dir, **e)] + ([watcher.event] if watcher else [])
-        world = open_rollouts(config, policy, task=task, on_event=lambda e: [hear(e) for hear in hears] and None)
+
+        def on_event(event: dict[str, Any]) -> None:
+            runlog.event(run_dir, **event)
+            if watcher:
+                watcher.event(event)
+
+        world = open_rollouts(config, policy, task=task, on_event=on_event)
         rollouts = background.enter(world)
         stack.callback(background.leave, world)
         manager = stack.enter_context(checkpoint.open_checkpoints(run_dir, config.run.keep_last))
         loop = _Loop(config, policy, learn, placement, background, rollouts, manager, run_dir, watcher, best)
         yield from loop.steps(state)
-
-
-def check_capabilities(config: Config) -> None:
-    """ConfigError for what a valid config may ask and this version cannot do."""
-    problems = []
-    if config.model.trainer_mode != "full":
-        problems.append(f'model.trainer_mode: "{config.model.trainer_mode}" is not available yet; set trainer_mode = "full"')
-    if config.serving.engine == "vllm":
-        problems.append('serving.engine: "vllm" is not available yet; set engine = "jax"')
-    if problems:
-        raise ConfigError("config", problems)
-
-
-def build_learner(config: Config, policy: Policy) -> Learner:
-    """The learner a config describes."""
-
-    def loss(logprobs, batch):
-        return gspo(logprobs, batch, eps_low=config.algorithm.eps_low, eps_high=config.algorithm.eps_high)
-
-    logprobs = logprobs_of(policy, temperature=config.policy.temperature)
-    return learner(logprobs, loss, build_optimizer(config), max_grad_norm=config.optimizer.max_grad_norm)
-
-
-def build_optimizer(config: Config) -> optax.GradientTransformation:
-    """AdamW with the config's learning-rate schedule over optimizer steps."""
-    section, peak = config.optimizer, config.training.learning_rate
-    steps, warmup = total_steps(config) * minibatches(config), config.optimizer.warmup_steps
-    after = {
-        "constant": lambda: optax.constant_schedule(peak),
-        "linear": lambda: optax.linear_schedule(peak, 0.0, max(steps - warmup, 1)),
-        "cosine": lambda: optax.cosine_decay_schedule(peak, max(steps - warmup, 1)),
-    }[section.schedule]()
-    schedule = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
-    return optax.adamw(schedule, section.beta1, section.beta2, section.eps, weight_decay=section.weight_decay)
-
-
-def make_batch(config: Config, groups: Sequence[Group]) -> tuple[Batch, list[list[float]]]:
-    """The packed batch of a step and the advantages in it: the part of a step that `replay` shares with training."""
-    function = getattr(advantage_functions, config.algorithm.advantage)
-    advantages = [function([t.reward for t in group.trajectories]) for group in groups]
-    packing = Packing(row_length(config), config.training.rows_per_microbatch, config.training.packing)
-    return pack(groups, advantages, minibatch_size(config), packing), advantages
 
 
 def _first_state(learn: Learner, params: Any, run_dir: Path, *, resume: bool) -> tuple[TrainState, float | None]:
@@ -257,7 +217,8 @@ class _Loop:
         void = sum(n for _, n in table)
         if void > self.config.rollout.max_void * count:
             rows = "\n".join(f"  {n:6d}  {reason}" for reason, n in table)
-            raise TrainingError(f"{void} of {count} rollouts failed, more than rollout.max_void = {self.config.rollout.max_void}:\n{rows}")
+            most = self.config.rollout.max_void
+            raise TrainingError(f"{void} of {count} rollouts failed, more than rollout.max_void = {most}:\n{rows}")
 
     def refuse_nonfinite(self, state: TrainState) -> None:
         skipped = int(state.skipped)
@@ -282,4 +243,3 @@ if __name__ == "__main__":
     from gspo_jax.train_command import main
 
     raise SystemExit(main())
-

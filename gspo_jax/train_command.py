@@ -1,35 +1,25 @@
 """`python -m gspo_jax.train cfg.toml`: the loop with a display, plots, transcripts, and exit codes that tell the truth."""
 
 import argparse
-import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 from rich.console import Console
 
 from gspo_jax.background import Background
-from gspo_jax.checkpoint import CheckpointError
-from gspo_jax.config import ConfigError, load_config, model_id
+from gspo_jax.build import check_capabilities
+from gspo_jax.commands import run_command
+from gspo_jax.config import load_config, model_id
 from gspo_jax.config_report import groups, minibatch_size, minibatches, outbound_hosts, total_steps, unused_keys
 from gspo_jax.display import open_display, show_transcripts
-from gspo_jax.evaluate import EvaluationError
-from gspo_jax.host import keep_freed_memory
 from gspo_jax.plots import write_plots
 from gspo_jax.policy import describe_policy
-from gspo_jax.pretrained import ModelNotFoundError, resolve_model
+from gspo_jax.pretrained import resolve_model
 from gspo_jax.rollouts import open_rollouts
-from gspo_jax.runlog import RunError
 from gspo_jax.sections import Config
-from gspo_jax.train import TrainingError, check_capabilities, train
-from rollout.client import TaskAppError
-from rollout.task_file import TaskFileError
-from serving_bridge.chat import ChatError
-from serving_bridge.convert import WeightError
-
-WRONG_INPUT = (ConfigError, RunError, ModelNotFoundError, WeightError, ChatError, TaskFileError)
-FAILED = (TrainingError, CheckpointError, TaskAppError, EvaluationError, OSError)
+from gspo_jax.train import train
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gspo_jax.train", description="Train a language model with GSPO.")
     parser.add_argument("config", type=Path, help="TOML file")
     parser.add_argument("--run-dir", type=Path, help="where this run writes (default: run.dir/run.name)")
-    parser.add_argument("--resume", action="store_true", help="continue the run in the run directory from its newest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="check config, model and task app, train nothing")
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override a key of the file")
     args = parser.parse_args(argv)
@@ -52,33 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             _train(config, args.run_dir, resume=args.resume)
 
     return run_command(work)
-
-
-def run_command(work: Callable[[], None]) -> int:
-    """Run `work`; a user's error becomes one message on stderr, a signal its exit code. Anything else keeps its traceback."""
-    terminated = False
-
-    def terminate(*_: object) -> None:
-        nonlocal terminated
-        terminated = True
-        raise KeyboardInterrupt
-
-    keep_freed_memory()
-    previous = signal.signal(signal.SIGTERM, terminate)
-    try:
-        work()
-    except WRONG_INPUT as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except FAILED as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("terminated" if terminated else "interrupted", file=sys.stderr)
-        return 143 if terminated else 130
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-    return 0
 
 
 def _notes(config: Config) -> list[str]:
@@ -137,5 +100,3 @@ def _dry_run(config: Config) -> None:
 
 def _holds_run(config: Config) -> bool:
     return (Path(config.run.dir) / config.run.name / "config.json").exists()
-
-

@@ -59,7 +59,7 @@ class Mean(NamedTuple):
     """A mean not taken yet. Averages of averages are wrong; sums of sums are not."""
 
     total: Float[Array, ""]
-    count: Float[Array, ""]
+    count: Float[Array, ""]  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @property
     def value(self) -> Float[Array, ""]:

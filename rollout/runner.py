@@ -66,9 +66,9 @@ async def run_groups(
 ) -> tuple[Group, ...]:
     """One group per problem, in order of `problems`, members in order; never in completion order.
 
-    Member j of group i samples under the key `(*sampling.key, step, i, j)`. A rollout that fails for good is a void trajectory with a reason;
-    it never raises. `on_event` hears of retries, voids and ignored reply fields; `on_done(i, trajectory)` of each end, in
-    completion order. Cancelling cancels every rollout and closes its trace.
+    Member j of group i samples under the key `(*sampling.key, step, i, j)`. A rollout that fails for good is a void trajectory
+    with a reason; it never raises. `on_event` hears of retries, voids and ignored reply fields; `on_done(i, trajectory)` of
+    each end, in completion order. Cancelling cancels every rollout and closes its trace.
     """
     if group_size < 1:
         raise ValueError(f"group_size={group_size} must be >= 1")
@@ -159,13 +159,16 @@ async def _attempt(app: RolloutApp, recorder: Recorder, problem: Problem, settin
     except TimeoutError:
         failure = TaskAppError("timeout", f"no reply within rollout.timeout_s={settings.timeout_s:g} s", retryable=True)
     finally:
+        engine, overflow = recorder.failure(trace_id), recorder.overflow(trace_id)
         turns = recorder.close(trace_id)
     if failure is not None:
         return _void(turns, trace_id, failure.reason, str(failure), retryable=failure.retryable)
-    return _read(body, turns, trace_id)
+    if engine is not None:  # an app may swallow the error and answer with a reward all the same
+        return _void(turns, trace_id, "engine_failed", engine, retryable=True)
+    return _read(body, turns, trace_id, overflow)
 
 
-def _read(body: object, turns: tuple[Turn, ...], trace_id: str) -> _Outcome:
+def _read(body: object, turns: tuple[Turn, ...], trace_id: str, overflow: str | None) -> _Outcome:
     try:
         reply: Reply = parse_reply(body, trace_id, len(turns))
     except ReplyError as exc:
@@ -176,12 +179,12 @@ def _read(body: object, turns: tuple[Turn, ...], trace_id: str) -> _Outcome:
         return _void(turns, trace_id, "no_model_calls", "no call of policy.config.inference_url was recorded")
     if not any(turn.completion_ids for turn in turns):
         return _void(turns, trace_id, "no_tokens", "completion_ids of every recorded call are empty: nothing to train on")
-    cut = turns[-1].finish_reason == "length"
+    cut = "context" if overflow else "length" if turns[-1].finish_reason == "length" else ""
     trajectory = Trajectory(
         turns=turns,
         reward=reply.reward,
         status="cut" if cut else "done",
-        reason="length" if cut else "",
+        reason=cut,
         turn_rewards=reply.turn_rewards,
         trace_id=trace_id,
         metrics=reply.raw,

@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 FinishReason = Literal["stop", "length"]
 Status = Literal["done", "cut", "void"]
@@ -85,17 +85,27 @@ class Group:
     trajectories: tuple[Trajectory, ...]
 
 
+@runtime_checkable
 class Sample(Protocol):
     """An engine, seen from outside: one coroutine. The JAX sampler, a vLLM fleet and a test's fake are interchangeable."""
 
     def __call__(self, prompt_ids: Sequence[int], params: SamplingParams) -> Awaitable[Completion]: ...
 
 
+@runtime_checkable
 class Recorder(Protocol):
     """What the runner needs of a gateway: a private URL per attempt, and the turns that were recorded behind it."""
 
     def open(self, sampling: SamplingParams) -> tuple[str, str]:
         """A new attempt: `(trace_id, inference_url)`. Its calls are sampled with `sampling`, the turn appended to its key."""
+        ...
+
+    def failure(self, trace_id: str) -> str | None:
+        """Why the latest call of an open trace got no completion, or None. Such an attempt has no reward."""
+        ...
+
+    def overflow(self, trace_id: str) -> str | None:
+        """Why an open trace got no further turn, its prompt having outgrown the context, or None. Such an attempt was cut."""
         ...
 
     def close(self, trace_id: str) -> tuple[Turn, ...]:

@@ -24,6 +24,8 @@ class FakePolicy:
         self.bodies: list[dict[str, Any]] = []
         self.turns: dict[str, list[Turn]] = {}
         self.running = 0
+        self.failures: dict[str, str] = {}
+        self.overflows: dict[str, str] = {}
         self.app = FastAPI()
         self.app.add_api_route("/t/{trace_id}/{rest:path}", self._answer, methods=["POST"])
 
@@ -36,6 +38,12 @@ class FakePolicy:
     def close(self, trace_id: str) -> tuple[Turn, ...]:
         self.closed.append(trace_id)
         return tuple(self.turns.pop(trace_id))
+
+    def failure(self, trace_id: str) -> str | None:
+        return self.failures.get(trace_id)
+
+    def overflow(self, trace_id: str) -> str | None:
+        return self.overflows.get(trace_id)
 
     async def _answer(self, trace_id: str, rest: str, request: Request) -> JSONResponse:
         body = await request.json()
@@ -50,7 +58,10 @@ class FakePolicy:
         if isinstance(said, JSONResponse):
             return said
         if isinstance(said, int):
+            if said >= 500:
+                self.failures[trace_id] = f"scripted {said}"
             return JSONResponse({"error": {"code": "scripted", "message": "scripted failure"}}, status_code=said)
+        self.failures.pop(trace_id, None)
         text, finish = said if isinstance(said, tuple) else (said, "stop")
         ids = tuple(text.encode())
         record = Turn((1, 2), ids, (-0.5,) * len(ids), (0,) * len(ids), finish)

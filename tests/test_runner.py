@@ -13,7 +13,7 @@ from rollout.client import connect_task_app
 from rollout.runner import RolloutSettings, run_groups, void_table
 from rollout.server import serve
 from rollout.task_app import Env, Task, build_app
-from rollout.types import Problem, SamplingParams
+from rollout.types import Problem, SamplingParams, Turn
 
 SETTINGS = RolloutSettings(
     env_name="echo",
@@ -277,3 +277,28 @@ def test_no_problems_no_groups():
 def test_settings_name_what_is_wrong(change):
     with pytest.raises(ValueError, match=rf"rollout\.{next(iter(change))}="):
         replace(SETTINGS, **change)
+
+
+def test_a_reward_after_an_engine_failure_is_void_and_an_overflow_is_a_cut():
+    """A task app that swallows the engine's error must not turn an outage into a reward; an outgrown context keeps its own."""
+
+    class Scripted(FakePolicy):
+        def open(self, sampling):
+            trace_id, url = super().open(sampling)
+            self.turns[trace_id].append(Turn((1,), (2,), (-0.5,), (0,), "stop"))
+            return trace_id, url
+
+    class App:
+        async def rollout(self, request):
+            return {"reward": 1.0}
+
+    def play(prepare):
+        policy = Scripted(lambda *_: "x")
+        prepare(policy)
+        settings = RolloutSettings("e", "p", "m", SamplingParams(4), max_attempts=1)
+        return asyncio.run(run_groups(App(), policy, [Problem(0)], 1, settings, step=0))[0].trajectories[0]
+
+    broken = play(lambda p: p.failures.update(trace_0000="engine died"))
+    assert (broken.status, broken.reward, broken.reason) == ("void", None, "engine_failed")
+    grown = play(lambda p: p.overflows.update(trace_0000="too long"))
+    assert (grown.status, grown.reward, grown.reason) == ("cut", 1.0, "context")

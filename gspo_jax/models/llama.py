@@ -147,7 +147,7 @@ class Model(nn.Module):
             block,
             variable_axes={"params": 0},
             split_rngs={"params": True},
-            in_axes=(0, nn.broadcast, nn.broadcast),
+            in_axes=(0, nn.broadcast, nn.broadcast),  # pyright: ignore[reportArgumentType]
             length=c.num_hidden_layers,
         )(c, self.dtype, name="layers")
         (x, cache), _ = layers((x, cache), jnp.arange(c.num_hidden_layers), positions, mask)
@@ -185,5 +185,3 @@ def init_cache(config: Config, rows: int, length: int, dtype: Any) -> Cache:
     """An empty cache for `rows` sequences of up to `length` tokens."""
     shape = (config.num_hidden_layers, rows, length, config.num_key_value_heads, config.head_dim)
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-

@@ -1,0 +1,87 @@
+"""What every command shares: exit codes that tell the truth, one message for a user's error, and how a model is named."""
+
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+from gspo_jax import checkpoint, runlog
+from gspo_jax.checkpoint import CheckpointError
+from gspo_jax.config import Config, ConfigError, parse_config
+from gspo_jax.evaluate import EvaluationError
+from gspo_jax.host import keep_freed_memory
+from gspo_jax.policy import Policy, load_policy
+from gspo_jax.pretrained import ModelNotFoundError
+from gspo_jax.runlog import RunError
+from gspo_jax.train import TrainingError
+from gspo_jax.types import Params
+from rollout.client import TaskAppError
+from rollout.task_file import TaskFileError
+from serving_bridge.chat import ChatError
+from serving_bridge.convert import WeightError
+
+WRONG_INPUT = (ConfigError, RunError, ModelNotFoundError, WeightError, ChatError, TaskFileError)
+FAILED = (TrainingError, CheckpointError, TaskAppError, EvaluationError, OSError)
+
+
+def run_command(work: Callable[[], None]) -> int:
+    """Run `work`: 0 done, 1 failed, 2 wrong input, 130 Ctrl-C, 143 terminated. Anything unforeseen keeps its traceback."""
+    terminated = False
+
+    def terminate(*_: object) -> None:
+        nonlocal terminated
+        terminated = True
+        raise KeyboardInterrupt
+
+    keep_freed_memory()
+    previous = signal.signal(signal.SIGTERM, terminate)
+    try:
+        work()
+    except WRONG_INPUT as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except FAILED as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("terminated" if terminated else "interrupted", file=sys.stderr)
+        return 143 if terminated else 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    return 0
+
+
+def recorded_config(run_dir: Path) -> Config:
+    """The resolved config a run was started with (masked header values stay masked)."""
+    plain = runlog.read_json(run_dir / "config.json")["config"]
+    return parse_config(_without_nulls(plain), source=str(run_dir / "config.json"))[0]
+
+
+def _without_nulls(value: object) -> object:
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return value
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether a path is a run directory rather than a model folder."""
+    return (Path(path) / "checkpoints").is_dir()
+
+
+def load_run_or_model(name: str, *, compute_dtype: str | None = None, best: bool = True) -> tuple[Policy, Params]:
+    """A run directory's policy (its best checkpoint by held-out reward, else its newest), or any model `load_policy` takes."""
+    if not is_run(name):
+        return load_policy(name, compute_dtype=compute_dtype or "float32")
+    run_dir = Path(name)
+    config = recorded_config(run_dir)
+    policy, params = load_policy(
+        config.model.base or config.model.source or "", compute_dtype=compute_dtype or config.model.compute_dtype
+    )
+    directory = run_dir / "checkpoints"
+    step = (checkpoint.best(directory) if best else None) or checkpoint.latest(directory)
+    if step is None:
+        raise RunError(f"{run_dir} holds no complete checkpoint yet")
+    print(f"checkpoint {step} of {run_dir}", file=sys.stderr)
+    return policy, checkpoint.restore_params(directory, step, jax.tree.map(lambda x: x, params))

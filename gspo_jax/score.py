@@ -1,0 +1,79 @@
+"""Log-probabilities of given tokens: `python -m gspo_jax.score MODEL --input tokens.npz --output scores.npz`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from gspo_jax.commands import RunError, load_run_or_model, run_command
+from gspo_jax.policy import Policy, logprobs_of
+from gspo_jax.types import Batch, Params
+
+ROWS = 8
+"""Sequences scored at a time."""
+
+
+def score_tokens(
+    policy: Policy, params: Params, input_ids: Int[np.ndarray, "b t"], *, temperature: float = 1.0
+) -> Float[np.ndarray, "b s"]:
+    """`next_logprobs [b t-1]` float32: entry `[i, j]` is log p(token j+1 | tokens 0..j) of row i."""
+    logprobs = jax.jit(logprobs_of(policy, temperature=temperature))
+    found = []
+    for start in range(0, len(input_ids), ROWS):
+        part = input_ids[start : start + ROWS]
+        padded = np.zeros((ROWS, input_ids.shape[1]), np.int32)
+        padded[: len(part)] = part
+        found.append(np.asarray(logprobs(params, whole_rows(padded))[0])[: len(part), 1:])
+    return np.concatenate(found)
+
+
+def whole_rows(tokens: Int[np.ndarray, "r t"]) -> Batch:
+    """One segment a row, every token but the first scored."""
+    rows, length = tokens.shape
+    index = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+    ones, zeros = np.ones(tokens.shape, np.int32), np.zeros(tokens.shape, np.float32)
+    numbers = np.broadcast_to(np.arange(1, rows + 1, dtype=np.int32)[:, None], tokens.shape)
+    return Batch(tokens.astype(np.int32), index, ones, 0 * ones, np.maximum(index - 1, 0), numbers, index > 0, zeros, zeros,
+                 np.float32(rows) * np.ones((), np.float32))  # fmt: skip
+
+
+def read_tokens(path: Path, vocab_size: int) -> Int[np.ndarray, "b t"]:
+    """`input_ids [b t]` of an .npz file (never unpickled). RunError naming what is wrong with it."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            ids = file["input_ids"]
+    except (OSError, ValueError, KeyError) as error:
+        raise RunError(f"--input {path}: {error}; it must be an .npz file with an integer array input_ids [b t]") from None
+    if ids.ndim != 2 or ids.dtype.kind not in "iu" or ids.shape[0] < 1 or ids.shape[1] < 2:
+        raise RunError(f"--input {path}: input_ids is {ids.dtype} {list(ids.shape)}; it must be integers [b t] with t >= 2")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise RunError(f"--input {path}: input_ids run from {ids.min()} to {ids.max()}; the model has ids 0..{vocab_size - 1}")
+    return ids
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes as in `gspo_jax.train`."""
+    parser = argparse.ArgumentParser(prog="python -m gspo_jax.score", description="Score tokens under a model.")
+    parser.add_argument("model", help="run directory, Hugging Face folder or id")
+    parser.add_argument("--input", type=Path, required=True, help=".npz with input_ids [b t]")
+    parser.add_argument("--output", type=Path, required=True, help=".npz to write: next_logprobs [b t-1] float32")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute dtype")
+    args = parser.parse_args(argv)
+
+    def work() -> None:
+        if args.temperature <= 0:
+            raise RunError(f"--temperature {args.temperature} must be > 0")
+        policy, params = load_run_or_model(args.model, compute_dtype=args.dtype)
+        ids = read_tokens(args.input, policy.config.vocab_size)
+        np.savez(args.output, next_logprobs=score_tokens(policy, params, ids, temperature=args.temperature))
+
+    return run_command(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

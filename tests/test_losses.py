@@ -1,0 +1,259 @@
+"""GSPO against the paper's formula, other implementations' numbers, and the mistakes that sequence ratios invite."""
+
+import json
+import math
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gspo_jax.losses import MAX_LOG_RATIO, gspo, pool
+from gspo_jax.types import Batch, Mean, Peak, merge
+
+GOLDEN = sorted((Path(__file__).parent / "data" / "losses").glob("*.json"))
+LOW, HIGH = 3e-4, 4e-4
+ROWS, LENGTH = 6, 8
+
+
+def rows(old, mask, advantages, trajectories: float | None = None) -> Batch:
+    """A batch in which row i is trajectory i + 1."""
+    mask = np.asarray(mask, bool)
+    number = np.arange(1, len(mask) + 1, dtype=np.int32)[:, None]
+    index = np.broadcast_to(np.arange(mask.shape[1], dtype=np.int32), mask.shape)
+    segment = np.broadcast_to(number, mask.shape)
+    floats = jnp.result_type(float)
+    return Batch(
+        tokens=index, positions=index, segment_ids=segment, prefix_ids=np.zeros_like(index), parents=np.maximum(index - 1, 0),
+        trajectory_ids=np.where(mask, segment, 0), loss_mask=mask,
+        advantages=np.where(mask, np.asarray(advantages, floats)[:, None], 0).astype(floats),
+        behavior_logprobs=np.zeros(mask.shape, floats),
+        trajectories=np.asarray(len(mask) if trajectories is None else trajectories, floats),
+        proximal_logprobs=np.asarray(old, floats),
+    )  # fmt: skip
+
+
+@partial(jax.jit, static_argnames=("eps_low", "eps_high"))
+def derivative(logprobs, batch: Batch, **eps):
+    def loss(x):
+        total, stats = gspo(x, batch, **eps)
+        return total.total / total.count, stats
+
+    return jax.value_and_grad(loss, has_aux=True)(logprobs)
+
+
+def evaluate(logprobs, batch: Batch, **eps):
+    """Loss, gradient and statistics as numbers."""
+    (loss, stats), grad = derivative(np.asarray(logprobs, jnp.result_type(float)), batch, **eps)
+    return float(loss), np.asarray(grad), {name: float(x.value) for name, x in jax.device_get(stats).items()}
+
+
+def paper(logprobs, old, mask, advantages, low: float = LOW, high: float = HIGH):
+    """Equations 5, 7 and 10 of arXiv 2507.18071 in plain float64: loss and its gradient, row by row."""
+    loss, grad = 0.0, np.zeros(np.shape(logprobs))
+    for i, (lp, o, m, a) in enumerate(zip(logprobs, old, mask, advantages, strict=True)):
+        sampled = np.flatnonzero(m)
+        if not sampled.size:
+            continue
+        s = (math.prod(math.exp(float(lp[t]) - float(o[t])) for t in sampled)) ** (1 / sampled.size)
+        unclipped, clipped = s * a, min(max(s, 1 - low), 1 + high) * a
+        loss -= min(unclipped, clipped) / len(mask)
+        if unclipped <= clipped:
+            grad[i, sampled] = -s * a / sampled.size / len(mask)
+    return loss, grad
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda p: p.stem)
+def test_gspo_agrees_with_other_implementations(path: Path):
+    """Loss and gradient to 1e-9, relative to the larger of 1 and the value; to 1e-8 where 1e-8 is added to token counts."""
+    case = json.loads(path.read_text())
+    rtol = 1e-8 if path.stem.startswith("verl") else 1e-9
+    with jax.enable_x64(True):
+        batch = rows(case["old_logps"], case["mask"], case["advantages"])
+        loss, grad, stats = evaluate(case["logps"], batch, eps_low=case["eps_low"], eps_high=case["eps_high"])
+    assert abs(loss - case["loss"]) <= rtol * max(1, abs(case["loss"]))
+    expected = np.array(case["grad_logps"])
+    np.testing.assert_array_less(np.abs(grad - expected), rtol * np.maximum(1, np.abs(expected)))
+    assert all(math.isfinite(x) for x in stats.values())
+
+
+def test_every_golden_case_is_there():
+    assert len(GOLDEN) == 10
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), spread=st.sampled_from([1e-4, 3e-4, 1e-3, 0.3]))
+def test_gspo_is_the_papers_objective(seed: int, spread: float):
+    rng = np.random.default_rng(seed)
+    old = rng.uniform(-3, -0.05, (ROWS, LENGTH))
+    logprobs = old + spread * rng.standard_normal((ROWS, 1)) + 1e-5 * rng.standard_normal(old.shape)
+    mask = rng.random(old.shape) < rng.uniform(0.1, 1)
+    advantages = rng.standard_normal(ROWS) * (rng.random(ROWS) < 0.8)
+    expected_loss, expected_grad = paper(logprobs, old, mask, advantages)
+    with jax.enable_x64(True):
+        loss, grad, _ = evaluate(logprobs, rows(old, mask, advantages))
+    assert loss == pytest.approx(expected_loss, rel=1e-10, abs=1e-12)
+    np.testing.assert_allclose(grad, expected_grad, rtol=1e-9, atol=1e-13)
+
+
+def test_float32_decides_clipping_as_float64_away_from_the_edge():
+    rng = np.random.default_rng(0)
+    old = rng.uniform(-3, -0.05, (ROWS, LENGTH)).astype(np.float32)
+    logprobs = (old + np.array([[2e-4], [-2e-4], [6e-4], [-6e-4], [6e-4], [-6e-4]])).astype(np.float32)
+    mask, advantages = np.ones(old.shape, bool), np.array([1, -1, 1, -1, -1, 1.0])
+    loss, grad, stats = evaluate(logprobs, rows(old, mask, advantages))
+    expected_loss, expected_grad = paper(logprobs, old, mask, advantages)
+    np.testing.assert_allclose([loss, *grad.ravel()], [expected_loss, *expected_grad.ravel()], rtol=2e-6, atol=1e-7)
+    assert stats["policy/clip_fraction"] == pytest.approx(2 / 6)
+
+
+def test_alg_01_ratio_is_the_geometric_mean_not_the_product():
+    """A hundred tokens each a log-ratio of 0.01 up: 1.010050, not 2.718282."""
+    _, _, stats = evaluate(np.full((1, 100), 0.01), rows(np.zeros((1, 100)), np.ones((1, 100)), [1.0]))
+    assert stats["policy/ratio_mean"] == pytest.approx(math.exp(0.01), rel=1e-6)
+    assert stats["policy/ratio_max"] == pytest.approx(1.010050, abs=1e-6)
+
+
+def test_alg_02_log_ratios_are_pooled_before_exp():
+    """exp was taken per token and then averaged: 1.091253 instead of 1.068939."""
+    _, _, stats = evaluate([[0.1, -0.2, 0.3]], rows(np.zeros((1, 3)), np.ones((1, 3)), [1.0]))
+    assert stats["policy/ratio_mean"] == pytest.approx(1.068939, abs=1e-6)
+
+
+@pytest.mark.parametrize("garbage", [5.0, -1e30, np.inf, np.nan])
+@pytest.mark.parametrize("pads", [1, 3, 64])
+def test_alg_03_pad_cells_never_matter(pads: int, garbage: float):
+    """Padded length or padded cells entered the mean, and 0 times NaN is NaN, also in the gradient."""
+    old, logprobs, mask = np.zeros((2, 3)), np.array([[0.1, -0.2, 0.3], [2e-4, 1e-4, 0.0]]), np.ones((2, 3), bool)
+    plain = evaluate(logprobs, rows(old, mask, [-0.5, 1.5]))
+
+    def pad(x, value):
+        return np.concatenate([x, np.full((2, pads), value)], 1)
+
+    batch = rows(pad(old, garbage), pad(mask, False), [-0.5, 1.5])
+    dirty = np.where(batch.loss_mask, batch.advantages, garbage).astype(np.float32)
+    loss, grad, stats = evaluate(pad(logprobs, -garbage), batch._replace(advantages=dirty))
+    assert stats["policy/ratio_max"] == pytest.approx(1.068939, abs=1e-6)
+    assert (loss, stats) == (plain[0], plain[2])
+    np.testing.assert_array_equal(grad[:, :3], plain[1])
+    assert not grad[:, 3:].any()
+
+
+def test_alg_08_numerator_and_denominator_share_a_mask():
+    """Ten kept tokens of a hundred: the other ninety neither dilute the ratio nor the gradient."""
+    mask = np.arange(100)[None] < 10
+    logprobs = np.where(mask, 1e-4, 7.0)
+    _, grad, stats = evaluate(logprobs, rows(np.zeros((1, 100)), mask, [1.0]))
+    assert stats["policy/log_ratio_abs"] == pytest.approx(1e-4, rel=1e-5)
+    np.testing.assert_allclose(grad[0, :10], -math.exp(1e-4) / 10, rtol=1e-6)
+    assert not grad[0, 10:].any()
+
+
+def test_alg_09_nothing_to_train_on_is_zero_not_nan():
+    """Every completion empty: loss 0, gradient exactly 0, finite statistics."""
+    loss, grad, stats = evaluate(np.full((3, 4), np.nan), rows(np.full((3, 4), np.nan), np.zeros((3, 4)), [1.0, -1.0, 0.0]))
+    assert loss == 0
+    assert not grad.any()
+    assert all(math.isfinite(x) for x in stats.values())
+
+
+def test_empty_trajectory_counts_in_the_mean():
+    """A sum of one trajectory's objective over a count of two: the paper's mean runs over everything that was sampled."""
+    mask = np.array([[1, 1], [0, 0]], bool)
+    total, _ = gspo(jnp.zeros((2, 2)), rows(np.zeros((2, 2)), mask, [3.0, 5.0]))
+    assert (float(total.total), float(total.count)) == (-3.0, 2.0)
+    assert float(total.value) == -1.5
+
+
+@pytest.mark.parametrize(("eps", "share"), [({}, 1.0), ({"eps_low": 0.2, "eps_high": 0.2}, 0.0)], ids=["paper", "ppo"])
+def test_alg_17_default_band_is_of_the_scale_of_the_ratio(eps: dict, share: float):
+    """Sequence ratios within 1e-3 of 1 never clip at PPO's 0.2; at the paper's 3e-4 and 4e-4 they do."""
+    logprobs = np.log(np.array([[1.001], [0.999], [1.001], [0.999]]))
+    _, _, stats = evaluate(logprobs, rows(np.zeros((4, 1)), np.ones((4, 1)), [1.0, -1.0, 2.0, -2.0]), **eps)
+    assert stats["policy/clip_fraction"] == share
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "clipped"),
+    [(1e-3, 1.0, True), (1e-3, -1.0, False), (-1e-3, 1.0, False), (-1e-3, -1.0, True), (1e-3, 0.0, False), (0.0, 1.0, False)],
+)
+def test_each_side_of_the_band_clips_one_sign(log_ratio: float, advantage: float, clipped: bool):
+    loss, grad, stats = evaluate([[log_ratio] * 4], rows(np.zeros((1, 4)), np.ones((1, 4)), [advantage]))
+    limit = 1 + HIGH if log_ratio > 0 else 1 - LOW
+    assert loss == pytest.approx(-advantage * (limit if clipped else math.exp(log_ratio)), rel=1e-6)
+    assert grad.any() == (not clipped and advantage != 0)
+    assert stats["policy/clip_fraction"] == stats["policy/clip_fraction_tokens"] == clipped
+
+
+def test_ratio_at_the_edge_keeps_its_whole_gradient():
+    """min and clip split a tie in halves; deciding on log s does not."""
+    with jax.enable_x64(True):
+        for edge, advantage in ((math.log1p(HIGH), 1.0), (math.log1p(-LOW), -1.0)):
+            _, grad, _ = evaluate([[edge]], rows([[0.0]], [[1]], [advantage]))
+            assert grad[0, 0] == pytest.approx(-advantage * math.exp(edge), rel=1e-12)
+
+
+def test_on_policy_is_the_sequence_mean_policy_gradient():
+    """At the first minibatch: ratio exactly 1.0, gradient -A_i / (N n_i) on every sampled token."""
+    rng = np.random.default_rng(1)
+    logprobs = rng.uniform(-4, 0, (ROWS, LENGTH)).astype(np.float32)
+    mask = np.arange(LENGTH)[None] < np.array([[1], [2], [3], [5], [7], [8]])
+    advantages = np.array([1.5, -1, 0.5, -0.25, 2, -3])
+    loss, grad, stats = evaluate(logprobs, rows(logprobs, mask, advantages))
+    assert stats["policy/ratio_mean"] == stats["policy/ratio_max"] == 1.0
+    assert stats["policy/log_ratio_abs"] == stats["policy/clip_fraction"] == 0.0
+    assert loss == pytest.approx(-advantages.mean(), rel=1e-6)
+    np.testing.assert_allclose(grad, -(advantages[:, None] * mask / mask.sum(1, keepdims=True)) / ROWS, rtol=1e-6)
+
+
+@pytest.mark.parametrize("log_ratio", [11.0, 88.0, 1e4, np.inf])
+def test_overflow_never_reaches_the_gradient(log_ratio: float):
+    """Negative advantage, ratio beyond e^10: the value stays at e^10 and the gradient is 0. The other row is untouched."""
+    batch = rows(np.zeros((2, 2)), np.ones((2, 2)), [-1.0, 1.0])
+    loss, grad, stats = evaluate([[log_ratio] * 2, [0.0, 0.0]], batch)
+    assert loss == pytest.approx((math.exp(MAX_LOG_RATIO) - 1) / 2, rel=1e-6)
+    np.testing.assert_allclose(grad, [[0, 0], [-0.25, -0.25]], rtol=1e-6)
+    assert stats["policy/ratio_max"] == pytest.approx(math.exp(MAX_LOG_RATIO), rel=1e-6)
+
+
+def test_segments_of_a_trajectory_are_one_sequence():
+    """Two rows of one trajectory: one ratio, one length, one place in the count."""
+    logprobs, mask = np.array([[0.1, -0.2], [0.3, 9.0]]), np.array([[1, 1], [1, 0]], bool)
+    batch = rows(np.zeros((2, 2)), mask, [1.0, 1.0], trajectories=1)
+    _, _, stats = evaluate(logprobs, batch._replace(trajectory_ids=np.where(mask, 1, 0).astype(np.int32)))
+    assert stats["policy/ratio_mean"] == pytest.approx(1.068939, abs=1e-6)
+    assert float(pool(jnp.asarray(logprobs), batch)[0]) == 0
+
+
+def test_tok_18_statistics_use_the_sampled_tokens_only():
+    """Five sampled and fifty observation tokens: nothing reported changes when the observation's values do."""
+    mask = np.arange(55)[None] < 5
+    rng = np.random.default_rng(3)
+    inside = rng.normal(0, 1e-3, (1, 55))
+    seen = []
+    for outside in (0.0, -50.0, np.nan):
+        old = np.where(mask, 0.0, rng.normal(size=(1, 55)))
+        seen.append(evaluate(np.where(mask, inside, outside), rows(old, mask, [1.0]))[2])
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_parts_merge_into_the_statistics_of_the_whole():
+    """Unequal parts: sums of sums, not means of means."""
+    rng = np.random.default_rng(5)
+    logprobs = rng.normal(0, 1e-3, (ROWS, LENGTH)).astype(np.float32)
+    mask = np.arange(LENGTH)[None] < np.array([[1], [8], [3], [5], [0], [2]])
+    batch = rows(np.zeros((ROWS, LENGTH)), mask, rng.normal(size=ROWS))
+
+    def part(s: slice):
+        picked = jax.tree.map(lambda x: x[s] if np.ndim(x) else x, batch)
+        total, stats = gspo(jnp.asarray(logprobs[s]), picked._replace(trajectories=np.float32(len(logprobs[s]))))
+        return {**stats, "loss": total}
+
+    merged, whole = merge(part(slice(0, 1)), part(slice(1, ROWS))), part(slice(0, ROWS))
+    for name, x in whole.items():
+        assert isinstance(x, Mean | Peak)
+        assert float(merged[name].value) == pytest.approx(float(x.value), rel=1e-5, abs=1e-9), name
