@@ -4,6 +4,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -59,7 +60,7 @@ def recorded_config(run_dir: Path) -> Config:
     return parse_config(_without_nulls(plain), source=str(run_dir / "config.json"))[0]
 
 
-def _without_nulls(value: object) -> object:
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _without_nulls(v) for k, v in value.items() if v is not None}
     return value

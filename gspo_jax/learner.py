@@ -91,7 +91,7 @@ def _minibatch(
 ) -> tuple[TrainState, tuple[Stats, Metrics, Array]]:
     def objective(params: Params, micro: Batch):
         found, entropy = logprobs(params, micro)
-        old = jnp.where(first, jax.lax.stop_gradient(found), micro.proximal_logprobs)
+        old = jnp.where(first, jax.lax.stop_gradient(found), jnp.asarray(micro.proximal_logprobs))
         total, stats = loss(found, micro._replace(proximal_logprobs=old))
         return total.total, (stats | {"policy/loss": total} | _entropy(entropy, micro), old)
 
@@ -103,7 +103,7 @@ def _minibatch(
 
     shapes = jax.eval_shape(lambda p, b: objective(p, b)[1][0], state.params, _micro(batch, jnp.zeros((), jnp.int32)))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (state.params, shapes))
-    grads, stats, proximal = jax.lax.fori_loop(0, _used(batch), body, (*zeros, jnp.zeros_like(batch.proximal_logprobs)))
+    grads, stats, proximal = jax.lax.fori_loop(0, _used(batch), body, (*zeros, jnp.zeros(batch.tokens.shape, jnp.float32)))
     state, extra = _apply(optimizer, max_grad_norm, state, grads, stats["policy/loss"])
     return state, (stats, extra, proximal)
 
@@ -136,7 +136,7 @@ def _entropy(entropy: Array, micro: Batch) -> Stats:
     trained = jnp.asarray(micro.loss_mask)
     tokens = jnp.sum(trained).astype(jnp.float32)
     total = jax.lax.stop_gradient(jnp.sum(jnp.where(trained, entropy, 0)))
-    return {"policy/entropy": Mean(total, tokens), "tokens/trained": Mean(tokens, jnp.ones(()))}
+    return {"policy/entropy": Mean(total, tokens)}
 
 
 def _metrics(stats: Stats, extra: Metrics) -> Metrics:
@@ -149,7 +149,8 @@ def _metrics(stats: Stats, extra: Metrics) -> Metrics:
         out[name] = Mean(jnp.sum(x.total), jnp.sum(x.count)).value
         if name in ("policy/ratio_mean", "policy/clip_fraction"):
             out |= {f"{name}_{i + 1}": each for i, each in enumerate(x.value)}
-    out["tokens/trained"] = jnp.sum(stats["tokens/trained"].total)
+        if name == "policy/entropy":
+            out["tokens/trained"] = jnp.sum(x.count)
     out["optimizer/grad_norm"] = jnp.mean(extra["optimizer/grad_norm"])
     return out | {name: jnp.sum(extra[name]) for name in ("optimizer/skipped", "optimizer/empty")}
 

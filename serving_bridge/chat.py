@@ -2,16 +2,21 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rollout.types import Turn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+else:
+    PreTrainedTokenizerBase = Any  # transformers takes seconds to import: only when a tokenizer is loaded
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _MESSAGE_KEYS = ("name", "tool_call_id", "reasoning_content")
@@ -113,6 +118,9 @@ def load_chat(folder: Path) -> Chat:
     """
     if not folder.is_dir():
         raise ChatError(f"no checkpoint folder at {folder}; model.base must resolve to a local folder with tokenizer files")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would complain that torch is missing
+    from transformers import AutoTokenizer
+
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if not tokenizer.chat_template:
         raise ChatError(f"the tokenizer at {folder} has no chat template; put one into {folder}/chat_template.jinja")

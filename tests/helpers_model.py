@@ -13,7 +13,7 @@ from helpers_tokenizer import tiny_tokenizer
 
 from gspo_jax.models import llama
 from gspo_jax.policy import Policy, save_policy
-from gspo_jax.types import Params
+from gspo_jax.types import Batch, Params
 from rollout.types import Group, Problem, Trajectory, Turn
 from serving_bridge.weights import leaf_shape
 
@@ -111,3 +111,14 @@ def random_groups(seed: int, problems: int, members: int, *, prompt: int = 6, co
         first = ids(prompt)
         out.append(group(*(done(turn(first, ids(completion)), member=m) for m in range(members)), seed=p))
     return out
+
+
+def micro(batch: Batch, minibatch: int = 0, number: int = 0) -> Batch:
+    """Micro-batch `[r t]` of a packed batch `[m u r t]`."""
+    return Batch(*(None if x is None else np.asarray(x)[minibatch, number] for x in batch))
+
+
+def by_completion(values: Any, batch: Batch) -> dict[tuple[int, ...], np.ndarray]:
+    """`values` at the trained tokens of each trajectory of a micro-batch, by the ids it sampled."""
+    number, tokens, found = np.asarray(batch.trajectory_ids), np.asarray(batch.tokens), np.asarray(values)
+    return {tuple(tokens[number == i].tolist()): found[number == i] for i in range(1, number.max() + 1)}

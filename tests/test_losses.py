@@ -17,6 +17,8 @@ from gspo_jax.types import Batch, Mean, Peak, merge
 
 GOLDEN = sorted((Path(__file__).parent / "data" / "losses").glob("*.json"))
 LOW, HIGH = 3e-4, 4e-4
+
+jit_gspo = jax.jit(gspo)
 ROWS, LENGTH = 6, 8
 
 
@@ -164,7 +166,7 @@ def test_alg_09_nothing_to_train_on_is_zero_not_nan():
 def test_empty_trajectory_counts_in_the_mean():
     """A sum of one trajectory's objective over a count of two: the paper's mean runs over everything that was sampled."""
     mask = np.array([[1, 1], [0, 0]], bool)
-    total, _ = gspo(jnp.zeros((2, 2)), rows(np.zeros((2, 2)), mask, [3.0, 5.0]))
+    total, _ = jit_gspo(jnp.zeros((2, 2)), rows(np.zeros((2, 2)), mask, [3.0, 5.0]))
     assert (float(total.total), float(total.count)) == (-3.0, 2.0)
     assert float(total.value) == -1.5
 
@@ -250,7 +252,7 @@ def test_parts_merge_into_the_statistics_of_the_whole():
 
     def part(s: slice):
         picked = jax.tree.map(lambda x: x[s] if np.ndim(x) else x, batch)
-        total, stats = gspo(jnp.asarray(logprobs[s]), picked._replace(trajectories=np.float32(len(logprobs[s]))))
+        total, stats = jit_gspo(jnp.asarray(logprobs[s]), picked._replace(trajectories=np.float32(len(logprobs[s]))))
         return {**stats, "loss": total}
 
     merged, whole = merge(part(slice(0, 1)), part(slice(1, ROWS))), part(slice(0, ROWS))

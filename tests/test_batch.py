@@ -1,0 +1,243 @@
+"""Packing: every sampled token once, in its own context, whatever the layout; nothing made up, nothing lost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers_model import done, group, micro, tiny_policy, turn, void
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gspo_jax.batch import Packing, pack, segments_of
+from gspo_jax.losses import gspo
+from gspo_jax.policy import logprobs_of
+from gspo_jax.types import Batch
+from rollout.types import Group, Trajectory
+
+MODES = ("padded", "packed", "shared_prefix")
+LENGTH = 48
+
+
+@st.composite
+def conversations(draw, start: int) -> Trajectory:
+    """One to three turns, each continuing the last or rewriting history; sampled ids count up from `start`, so all differ."""
+    number, seen, turns = start, draw(st.lists(st.integers(1, 9), min_size=1, max_size=5)), []
+    for _ in range(draw(st.integers(1, 3))):
+        completion = list(range(number, number + draw(st.integers(0, 4))))
+        number += len(completion)
+        turns.append(turn(seen, completion, [-1e-4 * i for i in completion]))
+        if draw(st.booleans()):
+            seen = [*seen, *completion, *draw(st.lists(st.integers(1, 9), max_size=3))]
+        else:
+            seen = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
+    return void(*turns) if draw(st.integers(0, 5)) == 0 else done(*turns)
+
+
+@st.composite
+def rollouts(draw) -> list[Group]:
+    """Groups of two or four; half of them start from one prompt, as the members of a real group do."""
+    members, out = draw(st.sampled_from([2, 4])), []
+    for p in range(draw(st.integers(1, 3))):
+        trajectories = [draw(conversations(1000 * (p * members + m + 1))) for m in range(members)]
+        if draw(st.booleans()):
+            prompt = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+            trajectories = [
+                t if t.status == "void" else done(turn(prompt, t.turns[0].completion_ids, t.turns[0].logprobs))
+                for t in trajectories
+            ]
+        out.append(group(*trajectories, seed=p))
+    return out
+
+
+def advantages_of(groups: list[Group]) -> list[list[float]]:
+    """A different number for every trajectory."""
+    return [[0.5 + p + 0.1 * m for m in range(len(g.trajectories))] for p, g in enumerate(groups)]
+
+
+def context(batch: Batch, r: int, t: int) -> list[int]:
+    """Ids that the token at `t` of row `r` sees before itself, by the definition of a Batch."""
+    own, prefix = batch.segment_ids[r, t], batch.prefix_ids[r, t]
+    return [int(batch.tokens[r, i]) for i in range(t) if batch.segment_ids[r, i] in {own, prefix} - {0}]
+
+
+def expected_tokens(trajectory: Trajectory) -> dict[int, tuple[list[int], float]]:
+    """Sampled id -> the ids before it (prompt and completion so far) and its log-probability, straight from the turns."""
+    return {
+        token: ([*t.prompt_ids, *t.completion_ids[:i]], t.logprobs[i])
+        for t in trajectory.turns
+        for i, token in enumerate(t.completion_ids)
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups=rollouts(), mode=st.sampled_from(MODES), rows=st.integers(1, 3), divisor=st.sampled_from([1, 2]))
+def test_every_sampled_token_is_trained_once_in_its_own_context(groups: list[Group], mode: str, rows: int, divisor: int):
+    """Id, context, parent, position, log-probability and advantage of every trained token; no other token is trained."""
+    advantages = advantages_of(groups)
+    everyone = [(t, a) for g, row in zip(groups, advantages, strict=True) for t, a in zip(g.trajectories, row, strict=True)]
+    minibatch = len(groups[0].trajectories) // divisor
+    batch = pack(groups, advantages, minibatch, Packing(LENGTH, rows, mode))
+    assert len(batch.tokens) == len(everyone) // minibatch
+    for m in range(len(batch.tokens)):
+        members = [(t, a) for t, a in everyone[m * minibatch : (m + 1) * minibatch] if t.status != "void"]
+        assert batch.trajectories[m].sum() == len(members)
+        expected = {k: (*v, a) for t, a in members for k, v in expected_tokens(t).items()}
+        owner = {k: i for i, (t, _) in enumerate(members) for k in expected_tokens(t)}
+        found: dict[int, int] = {}
+        places: dict[int, set] = {}
+        for u in range(batch.tokens.shape[1]):
+            part = micro(batch, m, u)
+            for r, t in np.argwhere(part.loss_mask):
+                token = int(part.tokens[r, t])
+                before, logprob, advantage = expected[token]
+                found[token] = found.get(token, 0) + 1
+                places.setdefault(owner[token], set()).add((u, int(part.trajectory_ids[r, t])))
+                assert context(part, r, t) == before
+                assert part.positions[r, t] == len(before)
+                assert part.tokens[r, part.parents[r, t]] == before[-1]
+                assert part.positions[r, part.parents[r, t]] == len(before) - 1
+                assert part.behavior_logprobs[r, t] == np.float32(logprob)
+                assert part.advantages[r, t] == np.float32(advantage)
+        assert found == dict.fromkeys(expected, 1)
+        assert all(len(x) == 1 for x in places.values())
+        assert len({next(iter(x)) for x in places.values()}) == len(places)
+
+
+@settings(max_examples=30, deadline=None)
+@given(groups=rollouts(), mode=st.sampled_from(MODES))
+def test_cells_without_a_trained_token_are_empty_and_finite(groups: list[Group], mode: str):
+    batch = pack(groups, advantages_of(groups), 2, Packing(LENGTH, 2, mode))
+    untrained = ~np.asarray(batch.loss_mask)
+    for x in (batch.trajectory_ids, batch.advantages, batch.behavior_logprobs):
+        assert not np.asarray(x)[untrained].any()
+    for name, x in batch._asdict().items():
+        assert x is None or np.isfinite(x).all(), name
+    padding = np.asarray(batch.segment_ids) == 0
+    for x in (batch.tokens, batch.positions, batch.prefix_ids, batch.parents):
+        assert not np.asarray(x)[padding].any()
+    assert batch.proximal_logprobs is None
+    micros = batch.tokens.shape[1]
+    assert micros & (micros - 1) == 0
+
+
+def test_turn_that_extends_the_last_continues_its_segment():
+    """Observation tokens lie between the turns, untrained; ids are the recorded ones."""
+    two = done(turn([1, 2], [3, 4], [-0.1, -0.2]), turn([1, 2, 3, 4, 5, 6], [7], [-0.3]))
+    (segment,) = segments_of(two, 1.0, 1)
+    assert segment.tokens == (1, 2, 3, 4, 5, 6, 7)
+    assert segment.trained == (False, False, True, True, False, False, True)
+    assert segment.logprobs == (0, 0, -0.1, -0.2, 0, 0, -0.3)
+    assert segment.prefix == 2
+
+
+def test_rewritten_history_opens_a_segment_of_the_same_trajectory():
+    two = done(turn([1, 2], [3, 4]), turn([1, 2, 3], [5]), turn([1, 2, 3, 5, 6], [7, 8]))
+    segments = segments_of(two, 1.0, 1)
+    assert [s.tokens for s in segments] == [(1, 2, 3, 4), (1, 2, 3, 5, 6, 7, 8)]
+    for mode in MODES:
+        batch = pack([group(two)], [[1.0]], 1, Packing(12, 2, mode))
+        assert batch.tokens.shape[1] == 1
+        assert np.sum(batch.trajectory_ids == 1) == 5
+        assert batch.trajectories.sum() == 1
+
+
+def test_shared_prompt_is_laid_down_once():
+    members = [done(turn([1, 2, 3], [10 + i] * (i + 1))) for i in range(3)]
+    batch = micro(pack([group(*members)], [[1.0, 2.0, 3.0]], 3, Packing(16)))
+    row = [1, 2, 3, 10, 11, 11, 12, 12, 12]
+    assert batch.tokens[0, :9].tolist() == row
+    assert batch.segment_ids[0, :9].tolist() == [1, 1, 1, 2, 3, 3, 4, 4, 4]
+    assert batch.prefix_ids[0, :9].tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1]
+    assert batch.positions[0, :9].tolist() == [0, 1, 2, 3, 3, 4, 3, 4, 5]
+    assert batch.parents[0, :9].tolist() == [0, 0, 1, 2, 2, 4, 2, 6, 7]
+    assert batch.trajectory_ids[0, :9].tolist() == [0, 0, 0, 1, 2, 2, 3, 3, 3]
+
+
+def test_shared_prompt_is_repeated_when_a_row_is_full():
+    members = [done(turn([1, 2, 3], [10 + i] * 4)) for i in range(3)]
+    batch = pack([group(*members)], [[1.0] * 3], 3, Packing(11))
+    assert batch.trajectories.tolist() == [[2, 1]]
+    assert batch.tokens[0, 1, 0, :7].tolist() == [1, 2, 3, 12, 12, 12, 12]
+
+
+def test_equal_prompts_of_different_groups_are_not_merged():
+    """Sharing is a group's; a chance match elsewhere changes nothing."""
+    groups = [group(done(turn([1, 2], [3])), seed=0), group(done(turn([1, 2], [4])), seed=1)]
+    batch = micro(pack(groups, [[1.0], [1.0]], 2, Packing(8)))
+    assert batch.tokens[0, :6].tolist() == [1, 2, 3, 1, 2, 4]
+
+
+def test_minibatches_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match=r"3 trajectories do not divide into minibatches of training.batch_size=2"):
+        pack([group(*[done(turn([1], [2]))] * 3)], [[0.0] * 3], 2, Packing(8))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trajectory_longer_than_a_row_is_refused_not_cut(mode: str):
+    with pytest.raises(ValueError, match=r"9 tokens does not fit training.row_length=8"):
+        pack([group(done(turn([1, 2, 3], [4] * 6)))], [[0.0]], 1, Packing(8, 1, mode))
+    pack([group(done(turn([1, 2], [4] * 6)))], [[0.0]], 1, Packing(8, 1, mode))
+
+
+def test_trajectory_without_a_sampled_token_counts():
+    """It was rolled out and rewarded: part of the denominator, no token of it in the loss."""
+    for mode in MODES:
+        batch = pack([group(done(), done(turn([1, 2], [])), done(turn([1], [5])))], [[1.0] * 3], 3, Packing(8, 2, mode))
+        assert batch.trajectories.sum() == 3
+        assert batch.loss_mask.sum() == 1
+
+
+def test_batch_of_void_trajectories_is_empty():
+    batch = pack([group(void(turn([1], [2])), void())], [[0.0, 0.0]], 2, Packing(8, 2))
+    assert batch.tokens.shape == (1, 1, 2, 8)
+    assert not any(np.any(x) for x in batch if x is not None)
+
+
+@pytest.fixture(scope="module")
+def derivative():
+    """Summed loss, count and summed gradient of all micro-batches; the ratio is off 1 by a fixed pattern."""
+    policy, params = tiny_policy(num_hidden_layers=1)
+    logprobs = logprobs_of(policy)
+
+    @jax.jit
+    def part(params, batch: Batch):
+        def total(params):
+            found, _ = logprobs(params, batch)
+            off = 1e-4 * jnp.sin(jnp.asarray(batch.tokens, jnp.float32))
+            loss, _ = gspo(found, batch._replace(proximal_logprobs=jax.lax.stop_gradient(found) + off))
+            return loss.total, loss.count
+
+        return jax.value_and_grad(total, has_aux=True)(params)
+
+    def run(batch: Batch):
+        parts = [part(params, micro(batch, 0, u)) for u in range(batch.tokens.shape[1])]
+        return jax.tree.map(lambda *x: np.sum(x, 0), *parts)
+
+    return run
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_layouts_give_one_loss_and_one_gradient(derivative, seed: int):
+    """Padded, packed and shared-prefix; single and several turns, a rewritten history, a void member."""
+    rng = np.random.default_rng(seed)
+
+    def ids(n: int) -> list[int]:
+        return rng.integers(1, 97, n).tolist()
+
+    prompt, first = ids(5), ids(4)
+    members = [done(turn(prompt, ids(int(n)))) for n in rng.integers(1, 9, 4)]
+    members += [
+        done(turn(prompt, first), turn([*prompt, *first, 7, 8], ids(3))),
+        done(turn(prompt, first), turn(ids(6), ids(3))),
+    ]
+    plain = derivative(pack([group(*members)], [[1.0, -0.5, 2.0, -1.0, 0.25, -2.0]], 6, Packing(24, 2, "padded")))
+    assert plain[0][1] == 6
+    groups = [group(*members[:3], void(turn(prompt, ids(3))), *members[3:], void())]
+    advantages = [[1.0, -0.5, 2.0, 0.0, -1.0, 0.25, -2.0, 0.0]]
+    scale = max(np.abs(g).max() for g in jax.tree.leaves(plain[1]))
+    for mode in MODES:
+        found = derivative(pack(groups, advantages, 8, Packing(24, 2, mode)))
+        assert found[0][1] == 6
+        assert found[0][0] == pytest.approx(plain[0][0], rel=1e-5)
+        for a, b in zip(jax.tree.leaves(found[1]), jax.tree.leaves(plain[1]), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * scale)
