@@ -1,5 +1,6 @@
 """The whole run as one atomic step: Orbax writes parameters, optimizer state and the run's own numbers, or nothing."""
 
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -48,10 +49,10 @@ def save(manager: ocp.CheckpointManager, state: TrainState, run: Mapping[str, An
         saved = manager.save(step, args=args, metrics=metrics)
         manager.wait_until_finished()
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0][:300]
+        whole = max((n for n in _steps(Path(manager.directory)) if not _lacks(Path(manager.directory), n)), default=None)
         raise CheckpointError(
-            f"checkpoint {step} could not be written to {manager.directory} ({reason}); "
-            f"the last complete one is {latest(Path(manager.directory))}. Free disk space or lower run.keep_last, then --resume"
+            f"checkpoint {step} could not be written to {manager.directory} ({_first_line(error)}); "
+            f"the last complete one is {whole}. Free disk space or lower run.keep_last, then --resume"
         ) from None
     if not saved:
         raise CheckpointError(f"{manager.directory} holds checkpoints later than step {step}; nothing was written")
@@ -59,22 +60,35 @@ def save(manager: ocp.CheckpointManager, state: TrainState, run: Mapping[str, An
 
 def latest(directory: Path) -> int | None:
     """The newest step that is complete in all its parts, or None; a warning names each newer one that is not."""
-    found = sorted((int(p.name) for p in directory.glob("*") if p.is_dir() and p.name.isdigit()), reverse=True)
-    for step in found:
-        missing = [part for part in PARTS if not (directory / str(step) / part).is_dir()]
-        if not missing and (directory / str(step) / "_CHECKPOINT_METADATA").exists():
+    for step in sorted(_steps(directory), reverse=True):
+        missing = _lacks(directory, step)
+        if not missing:
             return step
-        warnings.warn(
-            f"checkpoint {directory / str(step)} is incomplete (missing: {missing or 'commit marker'}); passed over",
-            stacklevel=2,
-        )
+        warnings.warn(f"checkpoint {directory / str(step)} is incomplete (missing: {missing}); passed over", stacklevel=2)
     return None
+
+
+def _steps(directory: Path) -> list[int]:
+    return [int(p.name) for p in directory.glob("*") if p.is_dir() and p.name.isdigit()]
+
+
+def _lacks(directory: Path, step: int) -> list[str]:
+    """What checkpoint `step` does not have; empty when it is whole."""
+    missing = [part for part in PARTS if not (directory / str(step) / part).is_dir()]
+    return missing or ([] if (directory / str(step) / "_CHECKPOINT_METADATA").exists() else ["commit marker"])
+
+
+def discard_after(directory: Path, step: int) -> None:
+    """Remove the checkpoints of steps later than `step`: those passed over, which would stand in the way of new ones."""
+    for later in _steps(directory):
+        if later > step:
+            shutil.rmtree(directory / str(later))
 
 
 def best(directory: Path) -> int | None:
     """The step with the highest held-out reward among those kept, or None."""
     with ocp.CheckpointManager(directory.absolute()) as manager:
-        scored = [(manager.metrics(s), s) for s in manager.all_steps()]
+        scored = [(manager.metrics(s), s) for s in manager.all_steps() if not _lacks(directory, s)]
     rated = [(m[METRIC], s) for m, s in scored if m]
     return max(rated)[1] if rated else None
 
@@ -87,9 +101,7 @@ def restore(directory: Path, step: int, like: Any) -> tuple[TrainState, dict[str
         with ocp.CheckpointManager(directory.absolute()) as manager:
             found = manager.restore(step, args=args)
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"checkpoint {directory / str(step)} cannot be read: {str(error).splitlines()[0][:300]}"
-        ) from None
+        raise CheckpointError(f"checkpoint {directory / str(step)} cannot be read: {_first_line(error)}") from None
     return _owned(found["state"]), found["run"]
 
 
@@ -98,8 +110,15 @@ def restore_params(directory: Path, step: int, like: Params) -> Params:
     args = ocp.args.PyTreeRestore(  # pyright: ignore
         item={"params": jax.tree.map(ocp.utils.to_shape_dtype_struct, like)}, partial_restore=True
     )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        return reader.restore((directory / str(step) / "state").absolute(), args=args)["params"]
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            return reader.restore((directory / str(step) / "state").absolute(), args=args)["params"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"checkpoint {directory / str(step)} cannot be read: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
 @jax.jit

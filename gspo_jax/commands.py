@@ -56,7 +56,7 @@ def run_command(work: Callable[[], None]) -> int:
 
 def recorded_config(run_dir: Path) -> Config:
     """The resolved config a run was started with (masked header values stay masked)."""
-    plain = runlog.read_json(run_dir / "config.json")["config"]
+    plain = runlog.read_run(run_dir)["config"]
     return parse_config(_without_nulls(plain), source=str(run_dir / "config.json"))[0]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +16,7 @@ from gspo_jax import runlog
 from gspo_jax.config_report import episodes, total_steps
 from gspo_jax.evaluate import Evaluation
 from gspo_jax.sections import Config
-from gspo_jax.train import Step
+from gspo_jax.train import Step, Watcher
 from rollout.types import Trajectory
 
 HISTORY = 12
@@ -35,19 +36,19 @@ COLUMNS = {
 @contextmanager
 def open_display(console: Console) -> Iterator["Display"]:
     """A display that is drawn until the block ends."""
-    if console.is_terminal:
-        with Live(console=console, refresh_per_second=4, get_renderable=lambda: display.panel()) as live:
-            display = Display(console, live)
-            yield display
-            live.refresh()
-    else:
-        yield Display(console, None)
+    display = Display(console, live=console.is_terminal)
+    if not console.is_terminal:
+        yield display
+        return
+    with Live(console=console, refresh_per_second=4, get_renderable=display.panel) as live:
+        yield display
+        live.refresh()
 
 
-class Display:
-    """A Watcher (see `train`) that shows."""
+class Display(Watcher):
+    """A Watcher that shows."""
 
-    def __init__(self, console: Console, live: Live | None) -> None:
+    def __init__(self, console: Console, *, live: bool) -> None:
         self.console, self._live = console, live
         self._rows: list[Step] = []
         self._phase, self._done, self._episodes, self._total, self._first = "starting", 0, 0, 0, 0
@@ -58,7 +59,8 @@ class Display:
     def started(self, run_dir: Path, config: Config, first_step: int) -> None:
         self._total, self._first, self._episodes = total_steps(config), first_step, episodes(config)
         self._log_interval, self._started = config.training.log_interval, time.monotonic()
-        self.console.print(f"run directory {run_dir}, steps {first_step}..{self._total - 1}")
+        steps = f"steps {first_step}..{self._total - 1}" if first_step < self._total else f"all {self._total} steps are done"
+        self.console.print(f"run directory {run_dir}, {steps}", markup=False)
 
     def phase(self, name: str) -> None:
         self._phase, self._done = name, 0
@@ -68,19 +70,20 @@ class Display:
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         self._held_out[step] = evaluation.reward_mean
-        if self._live is None:
+        if not self._live:
             self.console.print(
                 f"held-out reward after {step} steps: {evaluation.reward_mean:.3f} ± {evaluation.reward_sem:.3f}"
             )
 
     def event(self, event: dict[str, Any]) -> None:
         if event.get("type") == "rollout.void":
-            self.console.print(f"[yellow]void rollout[/] ({event['reason']}): {event.get('message', '')}", highlight=False)
+            message = escape(f"({event['reason']}): {event.get('message', '')}")
+            self.console.print(f"[yellow]void rollout[/] {message}", highlight=False)
 
     def stepped(self, step: Step) -> None:
         """One more step is done."""
         self._rows.append(step)
-        if self._live is None and (step.step % self._log_interval == 0 or step.step == self._total - 1):
+        if not self._live and (step.step % self._log_interval == 0 or step.step == self._total - 1):
             values = "  ".join(f"{name} {_value(step, key, form)}" for name, (key, form) in COLUMNS.items())
             self.console.print(f"step {step.step:4d}/{self._total}  {values}  eta {self._eta()}")
 

@@ -117,7 +117,7 @@ def _apply(
     the weights).
     """
     count = jnp.maximum(loss.count, 1)
-    norm = optax.global_norm(grads) / count
+    norm = optax.tree.norm(grads) / count
     finite = jnp.isfinite(norm) & jnp.isfinite(loss.total)
     scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-30)) / count
 
@@ -128,7 +128,8 @@ def _apply(
 
     params, opt_state = jax.lax.cond(finite & (norm > 0), step, lambda args: args, (state.params, state.opt_state))
     skipped = jnp.where(finite, 0, state.skipped + 1)
-    metrics = {"optimizer/grad_norm": norm, "optimizer/skipped": 1.0 - finite, "optimizer/empty": finite * (norm == 0.0)}
+    empty = jnp.where(finite & (norm == 0), 1.0, 0.0)
+    metrics = {"optimizer/grad_norm": norm, "optimizer/skipped": 1.0 - finite, "optimizer/empty": empty}
     return state._replace(params=params, opt_state=opt_state, skipped=skipped), metrics
 
 
@@ -139,7 +140,7 @@ def _entropy(entropy: Array, micro: Batch) -> Stats:
     return {"policy/entropy": Mean(total, tokens)}
 
 
-def _metrics(stats: Stats, extra: Metrics) -> Metrics:
+def _metrics(stats: Stats, extra: dict[str, Float[Array, " m"]]) -> Metrics:
     """Scalars of the whole step from statistics stacked over minibatches `[m]`."""
     out: Metrics = {}
     for name, x in stats.items():

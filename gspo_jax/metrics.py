@@ -36,12 +36,13 @@ def rollout_metrics(groups: Sequence[Group], advantages: Sequence[Sequence[float
         "rollout/turns_mean": _mean(np.array([len(t.turns) for t in alive], np.float64)),
         "group/flat_fraction": _mean(np.array([_flat(group) for group in groups], np.float64)),
         "tokens/sampled": float(lengths.sum()),
-    } | _components(everyone)
+    } | _components(alive)
 
 
 def with_aliases(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
-    """`metrics` plus the names older documents use for the same values."""
-    return {**metrics, **{alias: metrics.get(name) for alias, name in ALIASES.items()}}
+    """`metrics` plus the names older documents use for the same values; None for what nothing measured."""
+    values = {name: metrics.get(name) for name in ALIASES.values()}
+    return {**values, **metrics, **{alias: values[name] for alias, name in ALIASES.items()}}
 
 
 def _flat(group: Group) -> bool:

@@ -27,7 +27,7 @@ def write_plots(run_dir: Path) -> None:
     if not metrics:
         return
     (run_dir / "plots").mkdir(exist_ok=True)
-    figure, (axes,) = _figure(1, 1, (7, 4))
+    figure, (axes,) = _figure(1, 1, (7.0, 4.0))
     _line(axes, metrics, "reward/mean", "training")
     scores = {e["step"]: e for e in read_lines(run_dir / "events.jsonl") if e["type"] == "evaluation"}
     if scores:
@@ -37,7 +37,7 @@ def write_plots(run_dir: Path) -> None:
     axes.set(xlabel="step", ylabel="mean reward", title=run_dir.name)
     axes.legend()
     figure.savefig(run_dir / "plots" / "reward.png", dpi=120)
-    figure, places = _figure(4, 2, (11, 12))
+    figure, places = _figure(4, 2, (11.0, 12.0))
     for axes, (title, names) in zip(places, HEALTH.items(), strict=True):
         for name in names:
             _line(axes, metrics, name, name.partition("/")[2])

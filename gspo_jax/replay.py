@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def work() -> None:
-        recorded, here = runlog.read_json(args.run / "config.json"), runlog.identity()
+        recorded, here = runlog.read_run(args.run), runlog.identity()
         for name in ("versions", "device", "threads"):
             if recorded[name] != here[name]:
                 print(f"note: {name} were {recorded[name]}, here {here[name]}: bits may differ", file=sys.stderr)

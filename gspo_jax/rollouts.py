@@ -76,17 +76,26 @@ async def open_rollouts(
         server = await stack.enter_async_context(await serve(build_gateway_app(gateway), config.serving.host))
         gateway.base_url = server.url
         url = await _task_url(config, task, stack)
-        app = await stack.enter_async_context(
-            connect_task_app(
-                url,
-                os.environ.get(config.services.api_key_env),
-                config.services.headers,
-                config.rollout.timeout_s,
-                config.rollout.max_concurrent_rollouts,
-            )
-        )
+        app = await stack.enter_async_context(_connected(config, url))
         taskset = await preflight(app, config.rollout.env_name)
         yield Rollouts(sampler, gateway, app, _sizes(taskset), rollout_settings(config), on_event)
+
+
+@asynccontextmanager
+async def _connected(config: Config, url: str) -> AsyncIterator[TaskApp]:
+    connection = connect_task_app(
+        url,
+        os.environ.get(config.services.api_key_env),
+        config.services.headers,
+        config.rollout.timeout_s,
+        config.rollout.max_concurrent_rollouts,
+    )
+    async with AsyncExitStack() as stack:
+        try:
+            app = await stack.enter_async_context(connection)
+        except ValueError as error:
+            raise ConfigError("config", [f"services.task_url, .headers or .api_key_env: {error}"]) from None
+        yield app
 
 
 def rollout_settings(config: Config) -> RolloutSettings:

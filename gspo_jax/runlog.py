@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from gspo_jax.config_report import difference, resolved
-from gspo_jax.sections import Config
+from gspo_jax.sections import Config, is_secret, masked
 from rollout.types import Group, Problem, Trajectory, Turn
 
 
@@ -26,14 +26,15 @@ class RunError(Exception):
 def open_run(config: Config, run_dir: Path, *, resume: bool) -> Path:
     """The run directory, created, with config.json in it.
 
-    RunError when it holds a run already and `resume` is false, or when it holds another config's run.
+    RunError when it holds a run already and `resume` is false, or when it holds another config's run. One that failed before
+    its first step holds nothing yet.
     """
     file = run_dir / "config.json"
-    if file.exists():
+    begun = (run_dir / "metrics.jsonl").exists()
+    if file.exists() and (begun or resume):
         if not resume:
             raise RunError(f"{run_dir} already holds a run; continue it with --resume, or choose another run.name or --run-dir")
-        recorded = read_json(file)
-        changed = difference(recorded["config"], resolved(config))
+        changed = difference(read_run(run_dir)["config"], resolved(config))
         if changed:
             lines = "\n  ".join(changed)
             raise RunError(f"{run_dir} belongs to another config; these keys would change its numbers:\n  {lines}")
@@ -41,7 +42,7 @@ def open_run(config: Config, run_dir: Path, *, resume: bool) -> Path:
         (run_dir / "rollouts").mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise RunError(f"{run_dir} cannot be used as a run directory ({error}); choose another run.dir or --run-dir") from None
-    if not file.exists():
+    if not (file.exists() and begun):
         write_json(file, {"config": resolved(config), **identity()})
     return run_dir
 
@@ -55,8 +56,14 @@ def identity() -> dict[str, Any]:
         "device": {"kind": devices[0].device_kind, "platform": devices[0].platform, "count": len(devices)},
         "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "git": _git(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [Path(sys.argv[0]).name, *map(_shown, sys.argv[1:])],
     }
+
+
+def _shown(word: str) -> str:
+    """A word of the command line without the secret it may set."""
+    name, equals, _ = word.partition("=")
+    return f"{name}=***" if equals and is_secret(name) else masked(word)
 
 
 def _git() -> dict[str, Any] | None:
@@ -72,9 +79,12 @@ def _git() -> dict[str, Any] | None:
 
 
 def append(file: Path, record: dict[str, Any]) -> None:
-    """One JSON line at the end of `file`, in one write."""
-    with file.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(record) + "\n")
+    """One JSON line at the end of `file`, in one write. OSError naming the file, as of a full disk."""
+    try:
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record) + "\n")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from None
 
 
 def event(run_dir: Path, type: str, **fields: Any) -> None:
@@ -83,21 +93,28 @@ def event(run_dir: Path, type: str, **fields: Any) -> None:
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The records of a JSONL file; a last line cut short by a crash is left out."""
+    """The records of a JSONL file; a last line cut short by a crash is left out. RunError for any other that is no JSON."""
     if not file.exists():
         return
     with file.open(encoding="utf-8") as stream:
-        for line in stream:
+        for number, line in enumerate(stream, 1):
             if line.endswith("\n"):
-                yield json.loads(line)
+                try:
+                    record = json.loads(line)
+                except ValueError as error:
+                    raise RunError(f"{file} line {number} is not JSON ({error}); restore the file from a copy") from None
+                yield record
 
 
 def rewind(run_dir: Path, step: int) -> None:
-    """Forget what metrics.jsonl and digests.jsonl say of steps from `step` on: they are about to be run again."""
-    for name in ("metrics.jsonl", "digests.jsonl"):
+    """Forget what metrics.jsonl and digests.jsonl say of steps from `step` on: they are about to be run again.
+
+    A line that a crash cut short, also in events.jsonl, would swallow the next one, so it goes too.
+    """
+    for name in ("metrics.jsonl", "digests.jsonl", "events.jsonl"):
         file = run_dir / name
         if file.exists():
-            kept = [r for r in read_lines(file) if r["step"] < step]
+            kept = [r for r in read_lines(file) if name == "events.jsonl" or r["step"] < step]
             write_text(file, "".join(json.dumps(r) + "\n" for r in kept))
 
 
@@ -109,10 +126,13 @@ def write_json(file: Path, value: Any) -> None:
 def write_text(file: Path, text: str) -> None:
     """`write_json` for text."""
     temporary = file.with_name(file.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from None
     temporary.replace(file)
 
 
@@ -122,6 +142,14 @@ def read_json(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(f"{file} is not readable as JSON ({error}); is {file.parent} a run directory?") from None
+
+
+def read_run(run_dir: Path) -> dict[str, Any]:
+    """The config.json of a run: `config`, `versions`, `device`, `threads`, ... RunError when it is not a run's."""
+    found = read_json(run_dir / "config.json")
+    if not isinstance(found, dict) or not {"config", "versions", "device", "threads"} <= found.keys():
+        raise RunError(f"{run_dir / 'config.json'} was not written by a run; is {run_dir} a run directory?")
+    return found
 
 
 def rollout_file(run_dir: Path, step: int) -> Path:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt32
 
 from gspo_jax.policy import Policy
 from gspo_jax.types import Params
@@ -42,7 +42,7 @@ def request_key(seed: int, path: tuple[int, ...]) -> Array:
 
 
 @jax.jit
-def _fold(key: Array, path: Int[Array, " n"]) -> Array:
+def _fold(key: Array, path: UInt32[Array, " n"]) -> Array:
     return jax.lax.scan(lambda k, i: (jax.random.fold_in(k, i), None), key, path)[0]
 
 

@@ -2,6 +2,8 @@
 
 import argparse
 import sys
+import zipfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,7 +48,7 @@ def read_tokens(path: Path, vocab_size: int) -> Int[np.ndarray, "b t"]:
     try:
         with np.load(path, allow_pickle=False) as file:
             ids = file["input_ids"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise RunError(f"--input {path}: {error}; it must be an .npz file with an integer array input_ids [b t]") from None
     if ids.ndim != 2 or ids.dtype.kind not in "iu" or ids.shape[0] < 1 or ids.shape[1] < 2:
         raise RunError(f"--input {path}: input_ids is {ids.dtype} {list(ids.shape)}; it must be integers [b t] with t >= 2")

@@ -2,13 +2,14 @@
 
 import time
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, runtime_checkable
 
 import jax
+from orbax.checkpoint import CheckpointManager
 
 from gspo_jax import checkpoint, runlog
 from gspo_jax.background import Background
@@ -18,13 +19,13 @@ from gspo_jax.config_report import groups as group_count
 from gspo_jax.config_report import total_steps
 from gspo_jax.digest import batch_digest, params_digest
 from gspo_jax.evaluate import Evaluation, evaluate, evaluation_problems
-from gspo_jax.learner import Learner
+from gspo_jax.learner import Learner, Metrics
 from gspo_jax.metrics import rollout_metrics, with_aliases
 from gspo_jax.policy import Policy, load_policy, save_policy
 from gspo_jax.rollouts import AnyTask, Rollouts, open_rollouts, training_problems
 from gspo_jax.sections import Config
 from gspo_jax.sharding import Placement, place
-from gspo_jax.types import TrainState
+from gspo_jax.types import Batch, TrainState
 from rollout.runner import void_table
 from rollout.types import Group, Problem, Trajectory
 
@@ -46,14 +47,24 @@ class Step:
     evaluation: Evaluation | None
 
 
-class Watcher(Protocol):
-    """Hears what happens while it happens; a display is one."""
+@runtime_checkable
+class Watcher:
+    """Hears what happens while it happens; override what you care about. `rollout` and `event` come from another thread."""
 
-    def started(self, run_dir: Path, config: Config, first_step: int) -> None: ...
-    def phase(self, name: str) -> None: ...
-    def rollout(self, trajectory: Trajectory) -> None: ...
-    def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
-    def event(self, event: dict[str, Any]) -> None: ...
+    def started(self, run_dir: Path, config: Config, first_step: int) -> None:
+        """The loop is about to run its first step."""
+
+    def phase(self, name: str) -> None:
+        """What the run does from now on: rollout, update, sync, evaluation or checkpoint."""
+
+    def rollout(self, trajectory: Trajectory) -> None:
+        """One rollout of the current step ended."""
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """The held-out reward after `step` steps."""
+
+    def event(self, event: dict[str, Any]) -> None:
+        """A line of events.jsonl about a rollout."""
 
 
 def train(
@@ -76,20 +87,22 @@ def train(
     learn = build_learner(config, policy)
     state, best = _first_state(learn, placement.state(params), run_dir, resume=resume)
     del params
+    watching = watcher or Watcher()
     with ExitStack() as stack:
         background = Background()
         stack.callback(background.close)
 
         def on_event(event: dict[str, Any]) -> None:
             runlog.event(run_dir, **event)
-            if watcher:
-                watcher.event(event)
+            watching.event(event)
 
         world = open_rollouts(config, policy, task=task, on_event=on_event)
         rollouts = background.enter(world)
         stack.callback(background.leave, world)
         manager = stack.enter_context(checkpoint.open_checkpoints(run_dir, config.run.keep_last))
-        loop = _Loop(config, policy, learn, placement, background, rollouts, manager, run_dir, watcher, best)
+        update = jax.jit(learn.update, donate_argnums=0)
+        held_out = evaluation_problems(config, rollouts)
+        loop = _Loop(config, policy, update, placement, background, rollouts, held_out, manager, run_dir, watching, best)
         yield from loop.steps(state)
 
 
@@ -102,34 +115,37 @@ def _first_state(learn: Learner, params: Any, run_dir: Path, *, resume: bool) ->
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         step = checkpoint.latest(directory)
-    for warning in caught:
-        runlog.event(run_dir, "checkpoint.incomplete", message=str(warning.message))
     best = None
     if step is not None:
         state, run = checkpoint.restore(directory, step, state)
         best = run["best"]
-    runlog.event(run_dir, "run.resumed", step=int(state.step), **runlog.identity())
+    checkpoint.discard_after(directory, int(state.step))
     runlog.rewind(run_dir, int(state.step))
+    for warning in caught:
+        runlog.event(run_dir, "checkpoint.incomplete", message=str(warning.message))
+    runlog.event(run_dir, "run.resumed", step=int(state.step), **runlog.identity())
     return state, best
 
 
+@dataclass
 class _Loop:
     """The objects of one run, and the loop over them."""
 
-    def __init__(self, config, policy, learn, placement, background, rollouts, manager, run_dir, watcher, best):
-        self.config: Config = config
-        self.policy: Policy = policy
-        self.placement: Placement = placement
-        self.background: Background = background
-        self.rollouts: Rollouts = rollouts
-        self.manager, self.run_dir, self.watcher, self.best = manager, run_dir, watcher, best
-        self.update = jax.jit(learn.update, donate_argnums=0)
-        self.held_out = evaluation_problems(config, rollouts)
+    config: Config
+    policy: Policy
+    update: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    placement: Placement
+    background: Background
+    rollouts: Rollouts
+    held_out: Sequence[Problem]
+    manager: CheckpointManager
+    run_dir: Path
+    watcher: Watcher
+    best: float | None
 
     def steps(self, state: TrainState) -> Iterator[Step]:
         first, total = int(state.step), total_steps(self.config)
-        if self.watcher:
-            self.watcher.started(self.run_dir, self.config, first)
+        self.watcher.started(self.run_dir, self.config, first)
         runlog.event(self.run_dir, "run.started", step=first, steps=total)
         self.publish(state)
         if first == 0:
@@ -137,7 +153,7 @@ class _Loop:
         for step in range(first, total):
             state, done = self.step(state, step)
             yield done
-        if first < total:
+        if first < total or not (self.run_dir / "export").exists():
             save_policy(self.policy, state.params, self.run_dir / "export")
         runlog.event(self.run_dir, "run.finished", step=total)
 
@@ -149,7 +165,7 @@ class _Loop:
         batch, advantages = make_batch(self.config, groups)
         if self.config.run.log_rollouts:
             runlog.write_groups(runlog.rollout_file(self.run_dir, step), groups)
-        self.phase("update")
+        self.watcher.phase("update")
         state, updated = self.update(state, self.placement.batch(batch))
         digest = {"step": step, "params": params_digest(state.params), "batch": batch_digest(batch)}
         metrics = rollout_metrics(groups, advantages, step) | {k: float(v) for k, v in jax.device_get(updated).items()}
@@ -167,21 +183,21 @@ class _Loop:
         return state, Step(step, metrics, groups, evaluation)
 
     def collect(self, step: int) -> tuple[Group, ...]:
-        self.phase("rollout")
+        self.watcher.phase("rollout")
         problems: list[Problem] = training_problems(self.config, self.rollouts.sizes, step, group_count(self.config))
-        heard = self.watcher.rollout if self.watcher else lambda _: None
         size = self.config.training.group_size
+        heard = self.watcher.rollout
         return self.background.run(self.rollouts.collect(problems, size, step=step, on_done=lambda _, t: heard(t)))
 
     def publish(self, state: TrainState) -> None:
-        self.phase("sync")
+        self.watcher.phase("sync")
         self.background.run(self.rollouts.publish(int(state.step), self.placement.gathered(state.params)))
 
     def evaluate(self, step: int) -> Evaluation | None:
         """Held-out reward after `step` steps, logged; None when the config names no held-out problems."""
         if not self.held_out:
             return None
-        self.phase("evaluation")
+        self.watcher.phase("evaluation")
         started = time.monotonic()
         found = self.background.run(evaluate(self.rollouts, self.held_out, self.config.evaluation.samples))
         seconds = round(time.monotonic() - started, 3)
@@ -189,8 +205,7 @@ class _Loop:
             self.run_dir, "evaluation", step=step, reward_mean=found.reward_mean, reward_sem=found.reward_sem, seconds=seconds
         )
         runlog.write_groups(self.run_dir / "rollouts" / f"eval_{step:06d}.jsonl", found.groups)
-        if self.watcher:
-            self.watcher.evaluated(step, found)
+        self.watcher.evaluated(step, found)
         return found
 
     def save(self, state: TrainState, evaluation: Evaluation | None) -> None:
@@ -200,16 +215,12 @@ class _Loop:
         if better:
             self.best = reward
         if better or self.due(int(state.step), self.config.run.checkpoint_every):
-            self.phase("checkpoint")
+            self.watcher.phase("checkpoint")
             checkpoint.save(self.manager, state, {"best": self.best}, reward)
             runlog.event(self.run_dir, "checkpoint", step=int(state.step), reward_mean=reward)
 
     def due(self, done: int, every: int) -> bool:
         return done == total_steps(self.config) or (every > 0 and done % every == 0)
-
-    def phase(self, name: str) -> None:
-        if self.watcher:
-            self.watcher.phase(name)
 
     def refuse_void(self, groups: Sequence[Group]) -> None:
         count = sum(len(group.trajectories) for group in groups)

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in notes + _notes(config):
             print(line, file=sys.stderr)
         if args.dry_run:
-            _dry_run(config)
+            _dry_run(config, args.run_dir)
         else:
             _train(config, args.run_dir, resume=args.resume)
 
@@ -72,12 +72,12 @@ def _train(config: Config, run_dir: Path | None, *, resume: bool) -> None:
         raise
     write_plots(run_dir)
     show_transcripts(console, run_dir, total_steps(config))
-    console.print(f"curves   {run_dir}/plots/reward.png, {run_dir}/plots/health.png")
-    console.print(f"model    {run_dir}/export (Hugging Face layout)")
-    console.print(f"serve    python -m gspo_jax.serve {run_dir}/export --port 8000")
+    console.print(f"curves   {run_dir}/plots/reward.png, {run_dir}/plots/health.png", markup=False)
+    console.print(f"model    {run_dir}/export (Hugging Face layout)", markup=False)
+    console.print(f"serve    python -m gspo_jax.serve {run_dir}/export --port 8000", markup=False)
 
 
-def _dry_run(config: Config) -> None:
+def _dry_run(config: Config, run_dir: Path | None) -> None:
     check_capabilities(config)
     policy = describe_policy(
         resolve_model(model_id(config)), compute_dtype=config.model.compute_dtype, remat=config.model.remat
@@ -95,8 +95,5 @@ def _dry_run(config: Config) -> None:
         f"plan     {total_steps(config)} steps of {groups(config)} groups x {config.training.group_size}, "
         f"{minibatches(config)} minibatches of {minibatch_size(config)}"
     )
-    print(f"run dir  {Path(config.run.dir) / config.run.name}{' (holds a run)' if _holds_run(config) else ''}")
-
-
-def _holds_run(config: Config) -> bool:
-    return (Path(config.run.dir) / config.run.name / "config.json").exists()
+    run_dir = run_dir or Path(config.run.dir) / config.run.name
+    print(f"run dir  {run_dir}{' (holds a run)' if (run_dir / 'metrics.jsonl').exists() else ''}")

@@ -62,8 +62,8 @@ class Mean(NamedTuple):
     count: Float[Array, ""]  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @property
-    def value(self) -> Float[Array, ""]:
-        """`total / count`, 0 when nothing was counted."""
+    def value(self) -> Float[Array, "..."]:
+        """`total / count`, 0 when nothing was counted; elementwise for means stacked over minibatches."""
         return self.total / jnp.maximum(self.count, 1)
 
 

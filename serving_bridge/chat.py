@@ -114,14 +114,18 @@ class Chat:
 def load_chat(folder: Path) -> Chat:
     """The `Chat` of a local checkpoint folder; `end_ids` also from its generation_config.json. Never asks the network.
 
-    Raises `ChatError` if the checkpoint has no chat template or no end-of-turn token.
+    Raises `ChatError` if the tokenizer cannot be read, or has no chat template or no end-of-turn token.
     """
     if not folder.is_dir():
         raise ChatError(f"no checkpoint folder at {folder}; model.base must resolve to a local folder with tokenizer files")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would complain that torch is missing
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0].rstrip(" :")
+        raise ChatError(f"no tokenizer can be read from {folder} ({reason}); it needs an intact tokenizer.json") from None
     if not tokenizer.chat_template:
         raise ChatError(f"the tokenizer at {folder} has no chat template; put one into {folder}/chat_template.jinja")
     config = folder / "generation_config.json"

@@ -18,35 +18,44 @@ MODES = ("padded", "packed", "shared_prefix")
 LENGTH = 48
 
 
+type Calls = list[tuple[list[int], list[int]]]
+"""Prompt and completion of each turn."""
+
+
 @st.composite
-def conversations(draw, start: int) -> Trajectory:
-    """One to three turns, each continuing the last or rewriting history; sampled ids count up from `start`, so all differ."""
+def conversations(draw, start: int) -> tuple[bool, Calls]:
+    """Failed or not, and one to three turns, each continuing the last or rewriting history. Sampled ids all differ."""
     number, seen, turns = start, draw(st.lists(st.integers(1, 9), min_size=1, max_size=5)), []
     for _ in range(draw(st.integers(1, 3))):
         completion = list(range(number, number + draw(st.integers(0, 4))))
         number += len(completion)
-        turns.append(turn(seen, completion, [-1e-4 * i for i in completion]))
+        turns.append((seen, completion))
         if draw(st.booleans()):
             seen = [*seen, *completion, *draw(st.lists(st.integers(1, 9), max_size=3))]
         else:
             seen = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
-    return void(*turns) if draw(st.integers(0, 5)) == 0 else done(*turns)
+    return draw(st.integers(0, 5)) == 0, turns
 
 
 @st.composite
-def rollouts(draw) -> list[Group]:
+def rollouts(draw) -> list[list[tuple[bool, Calls]]]:
     """Groups of two or four; half of them start from one prompt, as the members of a real group do."""
     members, out = draw(st.sampled_from([2, 4])), []
     for p in range(draw(st.integers(1, 3))):
-        trajectories = [draw(conversations(1000 * (p * members + m + 1))) for m in range(members)]
+        drawn = [draw(conversations(1000 * (p * members + m + 1))) for m in range(members)]
         if draw(st.booleans()):
             prompt = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
-            trajectories = [
-                t if t.status == "void" else done(turn(prompt, t.turns[0].completion_ids, t.turns[0].logprobs))
-                for t in trajectories
-            ]
-        out.append(group(*trajectories, seed=p))
+            drawn = [(failed, [(prompt, turns[0][1])]) for failed, turns in drawn]
+        out.append(drawn)
     return out
+
+
+def build(drawn: list[list[tuple[bool, Calls]]]) -> list[Group]:
+    def trajectory(failed: bool, calls: Calls) -> Trajectory:
+        turns = [turn(prompt, ids, [-1e-4 * i for i in ids]) for prompt, ids in calls]
+        return void(*turns) if failed else done(*turns)
+
+    return [group(*(trajectory(*member) for member in members), seed=p) for p, members in enumerate(drawn)]
 
 
 def advantages_of(groups: list[Group]) -> list[list[float]]:
@@ -70,9 +79,10 @@ def expected_tokens(trajectory: Trajectory) -> dict[int, tuple[list[int], float]
 
 
 @settings(max_examples=60, deadline=None)
-@given(groups=rollouts(), mode=st.sampled_from(MODES), rows=st.integers(1, 3), divisor=st.sampled_from([1, 2]))
-def test_every_sampled_token_is_trained_once_in_its_own_context(groups: list[Group], mode: str, rows: int, divisor: int):
+@given(drawn=rollouts(), mode=st.sampled_from(MODES), rows=st.integers(1, 3), divisor=st.sampled_from([1, 2]))
+def test_every_sampled_token_is_trained_once_in_its_own_context(drawn: list, mode: str, rows: int, divisor: int):
     """Id, context, parent, position, log-probability and advantage of every trained token; no other token is trained."""
+    groups = build(drawn)
     advantages = advantages_of(groups)
     everyone = [(t, a) for g, row in zip(groups, advantages, strict=True) for t, a in zip(g.trajectories, row, strict=True)]
     minibatch = len(groups[0].trajectories) // divisor
@@ -104,8 +114,9 @@ def test_every_sampled_token_is_trained_once_in_its_own_context(groups: list[Gro
 
 
 @settings(max_examples=30, deadline=None)
-@given(groups=rollouts(), mode=st.sampled_from(MODES))
-def test_cells_without_a_trained_token_are_empty_and_finite(groups: list[Group], mode: str):
+@given(drawn=rollouts(), mode=st.sampled_from(MODES))
+def test_cells_without_a_trained_token_are_empty_and_finite(drawn: list, mode: str):
+    groups = build(drawn)
     batch = pack(groups, advantages_of(groups), 2, Packing(LENGTH, 2, mode))
     untrained = ~np.asarray(batch.loss_mask)
     for x in (batch.trajectory_ids, batch.advantages, batch.behavior_logprobs):

@@ -129,7 +129,7 @@ def big_shapes(text: str, size: int) -> list[str]:
 def test_logits_of_a_whole_batch_never_exist():
     """Neither forward nor backward program has a buffer of tokens x vocabulary; the plain formula does."""
     policy, params = tiny_policy(vocab_size=VOCAB)
-    batch = one_row(np.arange(1, 513).reshape(4, 128) % VOCAB)
+    batch = jax.tree.map(jnp.asarray, one_row(np.arange(1, 513).reshape(4, 128) % VOCAB))
     logprobs = logprobs_of(policy)
 
     def ours(params: Params):

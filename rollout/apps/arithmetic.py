@@ -3,6 +3,8 @@
 Splits are by what is asked, not by how it is written: unordered tuples of numbers are put in the order of their SHA-256, and
 the first quarter is `test`. So `8 + 7` is never trained when `7 + 8` is held out. Inside a split the written problems are put
 in hash order too, and a seed picks one: index = seed modulo the size of the split.
+
+The system message is empty unless given: many chat templates put a persona of twenty tokens where there is none.
 """
 
 import hashlib
@@ -27,23 +29,23 @@ class Question:
     answer: int
 
 
-def addition(template: str = "What is {a} + {b}? Reply with just the number.", system: str | None = None) -> Task:
+def addition(template: str = "What is {a} + {b}? Reply with just the number.", system: str | None = "") -> Task:
     """Sums of two digits 1-9: 45 unordered pairs, 81 written sums."""
     return _task("addition", combinations_with_replacement(range(1, 10), 2), sum, template, system)
 
 
-def products(template: str = "What is {a} * {b}? Reply with just the number.", system: str | None = None) -> Task:
+def products(template: str = "What is {a} * {b}? Reply with just the number.", system: str | None = "") -> Task:
     """Products of two digits 2-9: 36 unordered pairs, 64 written products."""
     return _task("products", combinations_with_replacement(range(2, 10), 2), lambda pair: pair[0] * pair[1], template, system)
 
 
-def two_digit_addition(template: str = "What is {a} + {b}? Reply with just the number.", system: str | None = None) -> Task:
+def two_digit_addition(template: str = "What is {a} + {b}? Reply with just the number.", system: str | None = "") -> Task:
     """Sums of two numbers 10-99: 4095 unordered pairs, 8100 written sums."""
     return _task("two_digit_addition", combinations_with_replacement(range(10, 100), 2), sum, template, system)
 
 
 def largest(
-    template: str = "Which is the largest: {a}, {b} or {c}? Reply with just the number.", system: str | None = None
+    template: str = "Which is the largest: {a}, {b} or {c}? Reply with just the number.", system: str | None = ""
 ) -> Task:
     """The largest of three different numbers 1-20: 1140 unordered triples, 6840 written ones."""
     return _task("largest", combinations(range(1, 21), 3), max, template, system)
