@@ -36,8 +36,8 @@ def learner(logprobs: LogProbs, loss: Loss, optimizer: optax.GradientTransformat
     """
 
     def init(params: Params) -> TrainState:
-        zero = jnp.zeros((), jnp.int32)
-        return TrainState(zero, params, optimizer.init(params), zero)
+        step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two buffers: the state is donated
+        return TrainState(step, params, optimizer.init(params), skipped)
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         batch = batch._replace(proximal_logprobs=_proximal(logprobs, state.params, batch))

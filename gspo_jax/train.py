@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, runtime_checkable
+from typing import Any
 
 import jax
 from orbax.checkpoint import CheckpointManager
@@ -47,7 +47,6 @@ class Step:
     evaluation: Evaluation | None
 
 
-@runtime_checkable
 class Watcher:
     """Hears what happens while it happens; override what you care about. `rollout` and `event` come from another thread."""
 

@@ -24,12 +24,10 @@ from rollout.types import Group
 PROBLEMS, MEMBERS, MINIBATCH = 4, 4, 4
 LAYOUTS = (
     Packing(24, 4, "padded"),
-    Packing(24, 1, "padded"),
-    Packing(40, 2, "padded"),
+    Packing(40, 1, "padded"),
     Packing(24, 2, "packed"),
     Packing(64, 1, "packed"),
     Packing(24, 1, "shared_prefix"),
-    Packing(64, 2, "shared_prefix"),
 )
 
 
@@ -156,7 +154,7 @@ def test_void_trajectories_are_in_nothing(reference):
     assert_same_update(table_update(TABLE.init(table_params()), batch), reference(0))
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("devices", [2, 8])
 def test_update_does_not_depend_on_the_device_count(reference, devices: int):
     placement = place(devices)
     state = placement.state(TABLE.init(table_params()))
