@@ -1,5 +1,6 @@
 """The whole run as one atomic step: Orbax writes parameters, optimizer state and the run's own numbers, or nothing."""
 
+import math
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -24,8 +25,9 @@ class CheckpointError(Exception):
 @contextmanager
 def open_checkpoints(run_dir: Path, keep_last: int) -> Iterator[ocp.CheckpointManager]:
     """The run's checkpoints: the newest `keep_last` are kept for resuming, and the best by held-out reward."""
-    best = keep.BestN(get_metric_fn=lambda metrics: metrics[METRIC], n=1, keep_checkpoints_without_metrics=False)
+    best = keep.BestN(get_metric_fn=_reward, n=1, keep_checkpoints_without_metrics=False)
     options = ocp.CheckpointManagerOptions(
+        best_fn=_reward,  # without it Orbax does not write metrics at all; what is kept the policy decides
         preservation_policy=keep.AnyPreservationPolicy([keep.LatestN(n=keep_last), best]),
         enable_async_checkpointing=False,  # the next update donates the buffers that would still be being copied
         cleanup_tmp_directories=True,
@@ -37,6 +39,10 @@ def open_checkpoints(run_dir: Path, keep_last: int) -> Iterator[ocp.CheckpointMa
         manager.close()
 
 
+def _reward(metrics: Mapping[str, float]) -> float:
+    return metrics.get(METRIC, -math.inf)
+
+
 def save(manager: ocp.CheckpointManager, state: TrainState, run: Mapping[str, Any], reward: float | None) -> None:
     """Write `state` after its `state.step`-th step; the step the checkpoint is named after is the next one to run.
 
@@ -44,7 +50,7 @@ def save(manager: ocp.CheckpointManager, state: TrainState, run: Mapping[str, An
     """
     step = int(state.step)
     args = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(dict(run)))  # pyright: ignore
-    metrics = None if reward is None else {METRIC: reward}
+    metrics = {} if reward is None else {METRIC: reward}
     try:
         saved = manager.save(step, args=args, metrics=metrics)
         manager.wait_until_finished()
@@ -107,9 +113,9 @@ def restore(directory: Path, step: int, like: Any) -> tuple[TrainState, dict[str
 
 def restore_params(directory: Path, step: int, like: Params) -> Params:
     """Only the parameters of checkpoint `step`."""
-    args = ocp.args.PyTreeRestore(  # pyright: ignore
-        item={"params": jax.tree.map(ocp.utils.to_shape_dtype_struct, like)}, partial_restore=True
-    )
+    item = {"params": jax.tree.map(ocp.utils.to_shape_dtype_struct, like)}
+    how = ocp.checkpoint_utils.construct_restore_args(item)
+    args = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)  # pyright: ignore
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             return reader.restore((directory / str(step) / "state").absolute(), args=args)["params"]

@@ -47,7 +47,7 @@ def table_logprobs(params, batch: Batch):
 
 sgd = optax.sgd(2.0, momentum=0.5)
 TABLE: Learner = learner(table_logprobs, gspo, sgd, max_grad_norm=0.05)
-ADAM: Learner = learner(table_logprobs, gspo, optax.adamw(1e-2))
+ADAM: Learner = learner(table_logprobs, gspo, optax.adamw(1e-5))  # so small a rate that no row is ever clipped
 table_update, adam_update = jax.jit(TABLE.update), jax.jit(ADAM.update)
 
 

@@ -4,15 +4,12 @@ import json
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from helpers_train import STEPS, Commands, Finished, child, config_file, config_of, events, lines
 
 from gspo_jax import replay
-from gspo_jax.config import Config
-from gspo_jax.evaluate import Evaluation
-from gspo_jax.train import train
+from gspo_jax.train import Watcher, train
 from rollout.task import Task
 from rollout.types import Trajectory
 
@@ -89,7 +86,7 @@ def test_cli_02_signals_stop_a_run_at_once_and_it_can_go_on(
     same_run(places[signal.SIGINT] / "runs" / "tiny", finished)
 
 
-class Versions:
+class Versions(Watcher):
     """A watcher that keeps the version behind every sampled token, in order of arrival."""
 
     def __init__(self) -> None:
@@ -97,11 +94,6 @@ class Versions:
 
     def rollout(self, trajectory: Trajectory) -> None:
         self.seen.append({v for turn in trajectory.turns for v in turn.versions})
-
-    def started(self, run_dir: Path, config: Config, first_step: int) -> None: ...
-    def phase(self, name: str) -> None: ...
-    def evaluated(self, step: int, evaluation: Evaluation) -> None: ...
-    def event(self, event: dict[str, Any]) -> None: ...
 
 
 def test_ckp_14_the_sampler_of_a_resumed_run_serves_the_restored_weights(model: Path, tmp_path: Path):
