@@ -2,6 +2,7 @@
 
 import signal
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,11 @@ def load_run_or_model(name: str, *, compute_dtype: str | None = None, best: bool
         config.model.base or config.model.source or "", compute_dtype=compute_dtype or config.model.compute_dtype
     )
     directory = run_dir / "checkpoints"
-    step = (checkpoint.best(directory) if best else None) or checkpoint.latest(directory)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = (checkpoint.best(directory) if best else None) or checkpoint.latest(directory)
+    for warning in caught:
+        print(f"note: {warning.message}", file=sys.stderr)
     if step is None:
         raise RunError(f"{run_dir} holds no complete checkpoint yet")
     print(f"checkpoint {step} of {run_dir}", file=sys.stderr)

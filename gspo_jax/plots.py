@@ -35,7 +35,8 @@ def write_plots(run_dir: Path) -> None:
         means, errors = ([scores[s][key] for s in steps] for key in ("reward_mean", "reward_sem"))
         axes.errorbar([s - 0.5 for s in steps], means, errors, marker="o", capsize=3, label="held-out (± standard error)")
     axes.set(xlabel="step", ylabel="mean reward", title=run_dir.name)
-    axes.legend()
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
     figure.savefig(run_dir / "plots" / "reward.png", dpi=120)
     figure, places = _figure(4, 2, (11.0, 12.0))
     for axes, (title, names) in zip(places, HEALTH.items(), strict=True):

@@ -52,7 +52,11 @@ def replay(run_dir: Path, last: int | None = None) -> Iterator[Replayed]:
         state, _ = checkpoint.restore(directory, start, state)
     update = jax.jit(learn.update, donate_argnums=0)
     for step in range(int(state.step), (max(logged) if last is None else last) + 1):
-        batch, _ = make_batch(config, runlog.read_groups(runlog.rollout_file(run_dir, step)))
+        file = runlog.rollout_file(run_dir, step)
+        try:
+            batch, _ = make_batch(config, runlog.read_groups(file))
+        except ValueError as error:
+            raise TrainingError(f"step {step}: {file} does not hold the batch of this step: {error}") from None
         state, _ = update(state, placement.batch(batch))
         yield Replayed(step, logged[step], {"params": params_digest(state.params), "batch": batch_digest(batch)})
 

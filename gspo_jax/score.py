@@ -46,7 +46,7 @@ def whole_rows(tokens: Int[np.ndarray, "r t"]) -> Batch:
 def read_tokens(path: Path, vocab_size: int) -> Int[np.ndarray, "b t"]:
     """`input_ids [b t]` of an .npz file (never unpickled). RunError naming what is wrong with it."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             ids = file["input_ids"]
     except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise RunError(f"--input {path}: {error}; it must be an .npz file with an integer array input_ids [b t]") from None

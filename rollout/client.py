@@ -137,6 +137,8 @@ async def connect_task_app(
         raise ValueError(f"the task app URL is not a URL ({exc}); expected http(s)://host[:port]") from exc
     if base.scheme not in ("http", "https") or not base.host:
         raise ValueError(f"the task app URL has scheme {base.scheme!r} and host {base.host!r}; expected http(s)://host[:port]")
+    if base.port is not None and not 0 < base.port < 65536:
+        raise ValueError(f"the task app URL has port {base.port}; a port is 1 to 65535")
     if concurrency < 1 or not timeout_s > 0:
         raise ValueError(f"concurrency={concurrency} must be >= 1 and timeout_s={timeout_s} must be > 0")
     auth = {"X-API-Key": api_key, "X-API-Keys": api_key, "Authorization": f"Bearer {api_key}"} if api_key else {}

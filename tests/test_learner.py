@@ -154,7 +154,7 @@ def test_void_trajectories_are_in_nothing(reference):
     assert_same_update(table_update(TABLE.init(table_params()), batch), reference(0))
 
 
-@pytest.mark.parametrize("devices", [2, 8])
+@pytest.mark.parametrize("devices", [2, 4, 8])
 def test_update_does_not_depend_on_the_device_count(reference, devices: int):
     placement = place(devices)
     state = placement.state(TABLE.init(table_params()))
