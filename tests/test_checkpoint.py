@@ -2,7 +2,7 @@
 
 import resource
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -169,14 +169,11 @@ def test_a_run_whose_disk_fills_up_stops_with_1_and_goes_on_later(
     config, _ = load_config(file)
 
     def work() -> None:
-        for _ in train(config, run_dir=run_dir, watcher=watcher):
-            pass
-
-    def main(_: Sequence[str]) -> int:
         with watcher.room:
-            return run_command(work)
+            for _ in train(config, run_dir=run_dir, watcher=watcher):
+                pass
 
-    done = command(main)
+    done = command(lambda _: run_command(work))
     assert done.code == 1
     (error,) = done.errors
     assert str(run_dir / "checkpoints") in error
