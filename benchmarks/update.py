@@ -15,7 +15,7 @@ from gspo_jax.policy import Policy, logprobs_of
 from gspo_jax.types import Batch, Params
 from rollout.types import Group, Problem, Trajectory, Turn
 
-GROUPS, MEMBERS, PROMPT, COMPLETION, MINIBATCH, ROW = 8, 8, 29, (3, 5), 16, 128
+GROUPS, MEMBERS, PROMPT, COMPLETION, MINIBATCH, ROW = 8, 8, 29, (10, 12), 16, 128
 
 
 def rollout_batch(policy: Policy) -> list[Group]:
@@ -75,7 +75,7 @@ def main() -> None:
     print(f"{args.dtype}, matmul peak {peak:.0f} GFLOP/s")
     for mode in args.mode:
         length = PROMPT + COMPLETION[1] if mode == "padded" else ROW
-        measure(policy, params, Packing(length, 4 if mode == "padded" else 1, mode), peak, args.repeats)
+        measure(policy, params, Packing(length, 6 if mode == "padded" else 2, mode), peak, args.repeats)
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ def run_command(work: Callable[[], None]) -> int:
     except FAILED as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("terminated" if terminated else "interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(("terminated" if terminated else "interrupted") + str(error), file=sys.stderr)
         return 143 if terminated else 130
     finally:
         signal.signal(signal.SIGTERM, previous)

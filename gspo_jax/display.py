@@ -76,6 +76,8 @@ class Display(Watcher):
             )
 
     def event(self, event: dict[str, Any]) -> None:
+        if event.get("type") == "checkpoint.incomplete":
+            self.console.print(event["message"], style="yellow", markup=False)
         if event.get("type") == "rollout.void":
             message = escape(f"({event['reason']}): {event.get('message', '')}")
             self.console.print(f"[yellow]void rollout[/] {message}", highlight=False)
@@ -85,7 +87,7 @@ class Display(Watcher):
         self._rows.append(step)
         if not self._live and (step.step % self._log_interval == 0 or step.step == self._total - 1):
             values = "  ".join(f"{name} {_value(step, key, form)}" for name, (key, form) in COLUMNS.items())
-            self.console.print(f"step {step.step:4d}/{self._total}  {values}  eta {self._eta()}")
+            self.console.print(f"step {step.step:4d} ({step.step + 1}/{self._total})  {values}  eta {self._eta()}")
 
     def panel(self) -> Group:
         """What stands on the terminal now."""
@@ -127,4 +129,5 @@ def show_transcripts(console: Console, run_dir: Path, last: int, count: int = 5)
 
 
 def _answer(trajectory: Trajectory) -> str:
-    return str(trajectory.turns[-1].messages[-1].get("content")) if trajectory.turns else f"({trajectory.reason})"
+    text = str(trajectory.turns[-1].messages[-1].get("content")) if trajectory.turns else f"({trajectory.reason})"
+    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)  # a model may emit terminal escapes

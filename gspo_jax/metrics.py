@@ -53,7 +53,7 @@ def _flat(group: Group) -> bool:
 def _components(trajectories: Sequence) -> dict[str, float | None]:
     """The mean of every number the task app reported beside the reward."""
     names = sorted({name for t in trajectories for name in t.metrics})
-    return {f"reward_parts/{n}": _mean(np.array([t.metrics[n] for t in trajectories if n in t.metrics])) for n in names}
+    return {f"task/{n}": _mean(np.array([t.metrics[n] for t in trajectories if n in t.metrics])) for n in names}
 
 
 def _mean(x: np.ndarray) -> float | None:

@@ -19,8 +19,8 @@ from gspo_jax.pretrained import resolve_model
 from gspo_jax.types import Batch, Params
 from serving_bridge.convert import Weight, WeightError, load_weights, save_folder
 
-LOGITS_TOKENS = 128
-"""Tokens whose logits exist at one time (`[128 v]` float32 is 25 MB for a vocabulary of 49152)."""
+LOGITS_TOKENS = 128, 512
+"""Fewest and most tokens whose logits exist at one time (`[512 v]` float32 is 100 MB for a vocabulary of 49152)."""
 
 type LogProbs = Callable[[Params, Batch], tuple[Float[Array, "r t"], Float[Array, "r t"]]]
 """`(params, micro-batch) -> log-probabilities and entropies`, 0 outside `loss_mask`."""
@@ -114,7 +114,8 @@ def score(
 ) -> tuple[Float[Array, "r t"], Float[Array, "r t"]]:
     """Log-probability and entropy at every token of `loss_mask`, 0 elsewhere. Cost grows with the trained tokens only."""
     rows, length = batch.tokens.shape
-    width = max(1, min(length, LOGITS_TOKENS // rows))
+    least, most = LOGITS_TOKENS
+    width = max(1, min(length, min(most, max(least, rows * length // 8)) // rows))
     padded = -(-length // width) * width
     where = jax.vmap(lambda m: jnp.nonzero(m, size=padded, fill_value=length)[0])(jnp.asarray(batch.loss_mask))
     inside = jnp.minimum(where, length - 1)

@@ -1,5 +1,6 @@
 """The run directory: what a run writes while it runs, and reads back to resume or replay. Layout in the README."""
 
+import fcntl
 import json
 import os
 import platform
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -45,6 +47,17 @@ def open_run(config: Config, run_dir: Path, *, resume: bool) -> Path:
     if not (file.exists() and begun):
         write_json(file, {"config": resolved(config), **identity()})
     return run_dir
+
+
+@contextmanager
+def lock(run_dir: Path) -> Iterator[None]:
+    """The run directory is this process's until the block ends, however it ends. RunError when another one has it."""
+    with (run_dir / ".lock").open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunError(f"{run_dir} is in use by another process; stop it, or choose another run.name") from None
+        yield
 
 
 def identity() -> dict[str, Any]:

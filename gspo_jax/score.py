@@ -72,6 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise RunError(f"--temperature {args.temperature} must be > 0")
         policy, params = load_run_or_model(args.model, compute_dtype=args.dtype)
         ids = read_tokens(args.input, policy.config.vocab_size)
+        if ids.shape[1] > policy.config.max_position_embeddings:
+            most = policy.config.max_position_embeddings
+            raise RunError(f"--input {args.input}: rows of {ids.shape[1]} tokens; the model has {most} positions")
         np.savez(args.output, next_logprobs=score_tokens(policy, params, ids, temperature=args.temperature))
 
     return run_command(work)

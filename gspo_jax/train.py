@@ -63,7 +63,7 @@ class Watcher:
         """The held-out reward after `step` steps."""
 
     def event(self, event: dict[str, Any]) -> None:
-        """A line of events.jsonl about a rollout."""
+        """A line of events.jsonl about a rollout that failed, or a checkpoint that is incomplete."""
 
 
 def train(
@@ -84,17 +84,18 @@ def train(
     policy, params = load_policy(model_id(config), compute_dtype=config.model.compute_dtype, remat=config.model.remat)
     placement = place(mesh_devices(config, len(jax.devices())))
     learn = build_learner(config, policy)
-    state, best = _first_state(learn, placement.state(params), run_dir, resume=resume)
-    del params
     watching = watcher or Watcher()
+
+    def on_event(event: dict[str, Any]) -> None:
+        runlog.event(run_dir, **event)
+        watching.event(event)
+
     with ExitStack() as stack:
+        stack.enter_context(runlog.lock(run_dir))
+        state, best = _first_state(learn, placement.state(params), run_dir, on_event, resume=resume)
+        del params
         background = Background()
         stack.callback(background.close)
-
-        def on_event(event: dict[str, Any]) -> None:
-            runlog.event(run_dir, **event)
-            watching.event(event)
-
         world = open_rollouts(config, policy, task=task, on_event=on_event)
         rollouts = background.enter(world)
         stack.callback(background.leave, world)
@@ -105,7 +106,9 @@ def train(
         yield from loop.steps(state)
 
 
-def _first_state(learn: Learner, params: Any, run_dir: Path, *, resume: bool) -> tuple[TrainState, float | None]:
+def _first_state(
+    learn: Learner, params: Any, run_dir: Path, on_event: Callable[[dict[str, Any]], None], *, resume: bool
+) -> tuple[TrainState, float | None]:
     """A fresh state, or the newest checkpoint's; what was logged of later steps is forgotten."""
     state = jax.jit(learn.init)(params)
     if not resume:
@@ -121,7 +124,7 @@ def _first_state(learn: Learner, params: Any, run_dir: Path, *, resume: bool) ->
     checkpoint.discard_after(directory, int(state.step))
     runlog.rewind(run_dir, int(state.step))
     for warning in caught:
-        runlog.event(run_dir, "checkpoint.incomplete", message=str(warning.message))
+        on_event({"type": "checkpoint.incomplete", "message": str(warning.message)})
     runlog.event(run_dir, "run.resumed", step=int(state.step), **runlog.identity())
     return state, best
 

@@ -67,9 +67,7 @@ def _train(config: Config, run_dir: Path | None, *, resume: bool) -> None:
                 if step.evaluation:
                     write_plots(run_dir)
     except KeyboardInterrupt:
-        again = f"continue with: python -m gspo_jax.train ... --resume (run directory {run_dir})"
-        print(f"stopped; everything up to the last checkpoint is kept; {again}", file=sys.stderr)
-        raise
+        raise KeyboardInterrupt(f"; {run_dir} is kept up to its last checkpoint, continue it with --resume") from None
     write_plots(run_dir)
     show_transcripts(console, run_dir, total_steps(config))
     console.print(f"curves   {run_dir}/plots/reward.png, {run_dir}/plots/health.png", markup=False)

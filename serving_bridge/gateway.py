@@ -174,7 +174,7 @@ class Gateway:
                 raise
             raise _failed(trace, 502, "engine_error", "the engine cancelled the call") from None
         except TimeoutError as error:
-            raise _failed(trace, 504, "timeout", f"no completion within serving.timeout_s = {self._timeout_s} s") from error
+            raise _failed(trace, 504, "timeout", f"no completion within rollout.timeout_s = {self._timeout_s:g} s") from error
         except Exception as error:
             raise _failed(trace, 502, "engine_error", f"the engine failed: {type(error).__name__}: {error}") from error
         if trace is not None and trace.closed:

@@ -248,7 +248,7 @@ def test_a_task_app_that_fails_every_time(model: Path, tmp_path: Path, command: 
     assert not list((run_dir / "checkpoints").glob("[0-9]*"))
 
 
-def test_more_than_half_is_too_much_and_the_table_counts_reasons(model: Path, tmp_path: Path, command: Commands):
+def test_cli_01_more_than_half_is_too_much_and_the_table_counts_reasons(model: Path, tmp_path: Path, command: Commands):
     calls = iter(range(100))
 
     async def answer(request: Mapping[str, Any]) -> Any:

@@ -397,3 +397,11 @@ def test_turn_rewards_need_one_finite_number_per_recorded_call():
 def test_aborted_has_no_reward():
     reply = parse_reply({"aborted": True, "metrics": {"mean_return": 1}}, TRACE, 1)
     assert (reply.aborted, reply.reward, reply.raw) == (True, None, {"mean_return": 1.0})
+
+
+def test_cli_05_a_failed_post_is_retryable_and_its_plain_text_is_shown():
+    """A reply of 503 with a text body must neither crash a client that expects JSON nor hide what the server said."""
+    error = failure(answering(PlainTextResponse("upstream error", status_code=503)))
+    assert error.retryable
+    assert error.reason == "server_error"
+    assert "upstream error" in str(error)

@@ -259,3 +259,9 @@ def test_parts_merge_into_the_statistics_of_the_whole():
     for name, x in whole.items():
         assert isinstance(x, Mean | Peak)
         assert float(merged[name].value) == pytest.approx(float(x.value), rel=1e-5, abs=1e-9), name
+
+
+def test_met_02_a_share_over_parts_is_a_sum_over_a_sum():
+    """2 clipped of 20 and 4 of 5 are 6 of 25; the mean of the parts' shares would be 0.45."""
+    parts = [{"clip": Mean(jnp.float32(clipped), jnp.float32(tokens))} for clipped, tokens in ((2, 20), (4, 5))]
+    assert float(merge(*parts)["clip"].value) == np.float32(6) / np.float32(25)

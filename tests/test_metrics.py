@@ -34,8 +34,8 @@ def test_met_06_parts_of_the_reward_are_logged_beside_it():
     """A shaping term replaced the raw score in the log."""
     found = reported([member(1.0, right=1.0, speed=0.25), member(2.0, right=0.0)])
     assert found["reward/raw_mean"] == 1.5
-    assert found["reward_parts/right"] == 0.5
-    assert found["reward_parts/speed"] == 0.25  # over those that have it
+    assert found["task/right"] == 0.5
+    assert found["task/speed"] == 0.25  # over those that have it
 
 
 def test_void_trajectories_are_in_no_statistic():

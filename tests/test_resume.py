@@ -3,6 +3,8 @@
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,7 +35,7 @@ def copied(finished: Finished, folder: Path) -> Path:
 
 
 @pytest.mark.timeout(600)
-def test_ckp_08_a_run_killed_three_times_is_the_run_that_was_not(
+def test_det_01_ckp_08_a_run_killed_three_times_is_the_run_that_was_not(
     finished: Finished, model: Path, compiled: Path, tmp_path: Path, command: Commands
 ):
     """Each restart lost or repeated a window of prompts."""
@@ -245,3 +247,25 @@ def test_replay_of_what_is_no_run(finished: Finished, model: Path, tmp_path: Pat
         assert done.code == 2
         (error,) = done.errors
         assert named in error
+
+
+def test_cli_03_a_run_directory_has_one_owner_who_cannot_outlive_its_process(
+    finished: Finished, tmp_path: Path, command: Commands
+):
+    """A killed owner holds nothing, a living one keeps others out, whatever the directory says of itself."""
+    folder = copied(finished, tmp_path)
+    hold = "with lock(pathlib.Path(sys.argv[1])): print('mine', flush=True); time.sleep(60)"
+    code = f"import sys, time, pathlib\nfrom gspo_jax.runlog import lock\n{hold}"
+    owner = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "mine\n"
+        words = (finished.config, "--run-dir", folder, "--resume")
+        refused = command.train(*words)
+        assert refused.code == 2
+        assert "in use by another process" in refused.errors[0]
+    finally:
+        owner.kill()
+        owner.wait()
+        owner.stdout.close()
+    assert command.train(*words).code == 0
