@@ -39,15 +39,15 @@ def build_learner(config: Config, policy: Policy) -> Learner:
 
 def build_optimizer(config: Config) -> optax.GradientTransformation:
     """AdamW with the config's learning-rate schedule over optimizer steps."""
-    section, peak = config.optimizer, config.training.learning_rate
-    steps, warmup = total_steps(config) * minibatches(config), config.optimizer.warmup_steps
+    optimizer, peak = config.optimizer, config.training.learning_rate
+    steps, warmup = total_steps(config) * minibatches(config), optimizer.warmup_steps
     after = {
         "constant": lambda: optax.constant_schedule(peak),
         "linear": lambda: optax.linear_schedule(peak, 0.0, max(steps - warmup, 1)),
         "cosine": lambda: optax.cosine_decay_schedule(peak, max(steps - warmup, 1)),
-    }[section.schedule]()
+    }[optimizer.schedule]()
     schedule = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
-    return optax.adamw(schedule, section.beta1, section.beta2, section.eps, weight_decay=section.weight_decay)
+    return optax.adamw(schedule, optimizer.beta1, optimizer.beta2, optimizer.eps, weight_decay=optimizer.weight_decay)
 
 
 def make_batch(config: Config, groups: Sequence[Group]) -> tuple[Batch, list[list[float]]]:

@@ -89,6 +89,7 @@ async def _connected(config: Config, url: str) -> AsyncIterator[TaskApp]:
         config.services.headers,
         config.rollout.timeout_s,
         config.rollout.max_concurrent_rollouts,
+        config.services.timeout_s,
     )
     async with AsyncExitStack() as stack:
         try:
@@ -100,21 +101,22 @@ async def _connected(config: Config, url: str) -> AsyncIterator[TaskApp]:
 
 def rollout_settings(config: Config) -> RolloutSettings:
     """How every rollout of this config is asked for."""
-    section = config.rollout
+    rollout = config.rollout
     return RolloutSettings(
-        env_name=section.env_name or "task",
-        policy_name=section.policy_name or "policy",
+        env_name=rollout.env_name or "task",
+        policy_name=rollout.policy_name or "policy",
         model=config.model.label,
         sampling=SamplingParams(
             config.policy.max_tokens, temperature=config.policy.temperature, stop=config.policy.stop_sequences
         ),
-        max_turns=section.max_turns,
-        env_config=section.env_config,
-        policy_config=section.policy_config,
-        timeout_s=section.timeout_s,
-        max_attempts=section.max_attempts,
-        max_concurrent=section.max_concurrent_rollouts,
+        max_turns=rollout.max_turns,
+        env_config=rollout.env_config,
+        policy_config=rollout.policy_config,
+        timeout_s=rollout.timeout_s,
+        max_attempts=rollout.max_attempts,
+        max_concurrent=rollout.max_concurrent_rollouts,
         session_id=config.run.name,
+        ops=rollout.ops,
     )
 
 

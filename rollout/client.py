@@ -3,7 +3,7 @@
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -45,19 +45,19 @@ class TaskAppError(Exception):
 class TaskApp:
     """An open connection to one task app; see `connect_task_app`."""
 
-    def __init__(self, http: httpx.AsyncClient, timeout_s: float, secrets: tuple[str, ...]):
-        self._http, self._timeout_s, self._secrets = http, timeout_s, secrets
+    def __init__(self, http: httpx.AsyncClient, timeout_s: float, secrets: tuple[str, ...], probe_timeout_s: float):
+        self._http, self._timeout_s, self._secrets, self._probe_timeout_s = http, timeout_s, secrets, probe_timeout_s
         url = http.base_url
         self.address = f"{url.scheme}://{url.host}" + (f":{url.port}" if url.port else "")
 
     async def health(self) -> object:
         """The JSON of GET /health. A 200 does not prove the key. Raises TaskAppError."""
-        return await self._call("GET", "health", min(PROBE_TIMEOUT_S, self._timeout_s))
+        return await self._call("GET", "health", self._probe_timeout_s)
 
     async def task_info(self, seed: int | None = None, env_name: str | None = None) -> object:
         """The JSON of GET /task_info: the task set without a seed, one problem's description with one. Raises TaskAppError."""
         query = {name: value for name, value in (("seed", seed), ("env_name", env_name)) if value is not None}
-        return await self._call("GET", "task_info", min(PROBE_TIMEOUT_S, self._timeout_s), params=query)
+        return await self._call("GET", "task_info", self._probe_timeout_s, params=query)
 
     async def rollout(self, request: Mapping[str, Any]) -> object:
         """The JSON of POST /rollout, not interpreted, within `timeout_s`. Raises TaskAppError."""
@@ -91,7 +91,8 @@ class TaskApp:
             if response.is_success:
                 kind = response.headers.get("content-type", "no content-type")
                 raise TaskAppError("not_json", f"{what} answered {status} with {kind}, expected JSON", status=status) from exc
-            body = None
+            text = response.text.strip()
+            body = None if text.startswith("<") else {"detail": text}  # a proxy's page says less than its status
         if response.is_success:
             return body
         code, message, retryable = error_of(body)
@@ -125,8 +126,10 @@ async def connect_task_app(
     headers: Mapping[str, str] | None = None,
     timeout_s: float = 600.0,
     concurrency: int = 64,
+    probe_timeout_s: float = PROBE_TIMEOUT_S,
 ) -> AsyncIterator[TaskApp]:
-    """A `TaskApp` at `url`, for up to `concurrency` calls at once, each bounded by `timeout_s` seconds. Sends nothing yet.
+    """A `TaskApp` at `url`, for up to `concurrency` calls at once, each bounded by `timeout_s` seconds (health
+    and task_info by `probe_timeout_s`). Sends nothing yet.
 
     The key goes out in all three headers that task apps read, and to no other host: a redirect that leaves the origin is an
     error. `headers` are added to every request. Raises ValueError for a URL that is not http(s).
@@ -161,7 +164,7 @@ async def connect_task_app(
         mounts=DIRECT,
         event_hooks={"request": [stay]},
     ) as http:
-        yield TaskApp(http, timeout_s, secrets)
+        yield TaskApp(http, timeout_s, secrets, min(probe_timeout_s, timeout_s))
 
 
 def _same_origin(base: httpx.URL, other: httpx.URL) -> bool:
@@ -185,8 +188,12 @@ def build_request(
     policy_config: Mapping[str, Any],
     timeout_s: float,
     session_id: str,
+    ops: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """One episode as a JSON object that every known task-app version accepts: the union of their fields."""
+    """One episode as a JSON object that every known task-app version accepts: the union of their fields.
+
+    `ops`: without any, agent and environment alternate for `max_turns` turns.
+    """
     config = {**env_config, **problem.config, "max_turns": max_turns, "split": problem.split}
     policy = {
         **policy_config,
@@ -203,7 +210,7 @@ def build_request(
         "mode": "rl",
         "env": {"env_name": env_name, "seed": problem.seed, "config": config},
         "policy": {"policy_name": policy_name, "config": policy},
-        "ops": ["agent", "env"] * max_turns,
+        "ops": list(ops) or ["agent", "env"] * max_turns,
         # "full": the oldest version rejects "structured"; max_time_s: the newest wants an int
         "record": {"trajectories": True, "logprobs": True, "value": False, "return_trace": True, "trace_format": "full"},
         "on_done": "terminate",

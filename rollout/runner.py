@@ -42,6 +42,7 @@ class RolloutSettings:
     max_concurrent: int = 64
     backoff_s: tuple[float, ...] = (0.5, 1.0, 2.0)
     session_id: str = ""
+    ops: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_attempts", "max_concurrent"):
@@ -151,6 +152,7 @@ async def _attempt(app: RolloutApp, recorder: Recorder, problem: Problem, settin
             policy_config=settings.policy_config,
             timeout_s=settings.timeout_s,
             session_id=settings.session_id,
+            ops=settings.ops,
         )
         async with asyncio.timeout(settings.timeout_s):
             body = await app.rollout(request)

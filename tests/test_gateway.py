@@ -459,7 +459,7 @@ def test_a_sample_that_takes_too_long_is_504_and_is_cancelled():
 
     response, failure, turns = asyncio.run(run())
     assert error_of(response) == (504, "timeout")
-    assert failure == "no completion within serving.timeout_s = 0.05 s"
+    assert failure == "no completion within rollout.timeout_s = 0.05 s"
     assert (engine.cancelled, turns) == (1, ())
 
 

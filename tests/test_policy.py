@@ -71,7 +71,7 @@ def plain(hidden, head, batch: Batch, temperature: float):
 )
 def test_score_is_log_softmax_for_any_chunk_width(monkeypatch, logits_tokens: int, share: float, temperature: float):
     """Values, entropies, and the gradients of both with respect to hidden states and head."""
-    monkeypatch.setattr(policy_module, "LOGITS_TOKENS", logits_tokens)
+    monkeypatch.setattr(policy_module, "LOGITS_TOKENS", (logits_tokens, logits_tokens))
     hidden, head, batch, weights = random_case(logits_tokens, share)
 
     def both(f):
