@@ -1,6 +1,7 @@
 """The whole suite runs on eight virtual CPU devices and never reaches for a hub."""
 
 import os
+import signal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -9,3 +10,6 @@ import jax
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+
+# A shell that starts this in the background ignores Ctrl-C for it, and the processes that the tests start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
