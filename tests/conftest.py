@@ -7,9 +7,14 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 
 import jax
+from hypothesis import settings
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
 # A shell that starts this in the background ignores Ctrl-C for it, and the processes that the tests start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Examples are bounded by number, not by wall clock: a shared machine may stop for longer than any deadline.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
