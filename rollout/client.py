@@ -92,7 +92,7 @@ class TaskApp:
                 kind = response.headers.get("content-type", "no content-type")
                 raise TaskAppError("not_json", f"{what} answered {status} with {kind}, expected JSON", status=status) from exc
             text = response.text.strip()
-            body = None if text.startswith("<") else {"detail": text}  # a proxy's page says less than its status
+            body = {"detail": "" if text.startswith("<") else text}  # a proxy's page says less than its status
         if response.is_success:
             return body
         code, message, retryable = error_of(body)
@@ -188,7 +188,7 @@ def build_request(
     policy_config: Mapping[str, Any],
     timeout_s: float,
     session_id: str,
-    ops: Sequence[str] = (),
+    ops: Sequence[Any] = (),
 ) -> dict[str, Any]:
     """One episode as a JSON object that every known task-app version accepts: the union of their fields.
 

@@ -42,7 +42,7 @@ class RolloutSettings:
     max_concurrent: int = 64
     backoff_s: tuple[float, ...] = (0.5, 1.0, 2.0)
     session_id: str = ""
-    ops: tuple[str, ...] = ()
+    ops: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("max_turns", "max_attempts", "max_concurrent"):
