@@ -7,11 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from gspo_jax import checkpoint, runlog
 from gspo_jax.checkpoint import CheckpointError
-from gspo_jax.config import Config, ConfigError, parse_config
+from gspo_jax.config import Config, ConfigError, model_id, parse_config
 from gspo_jax.evaluate import EvaluationError
 from gspo_jax.host import keep_freed_memory
 from gspo_jax.policy import Policy, load_policy
@@ -78,9 +76,7 @@ def load_run_or_model(name: str, *, compute_dtype: str | None = None, best: bool
         return load_policy(name, compute_dtype=compute_dtype or "float32")
     run_dir = Path(name)
     config = recorded_config(run_dir)
-    policy, params = load_policy(
-        config.model.base or config.model.source or "", compute_dtype=compute_dtype or config.model.compute_dtype
-    )
+    policy, params = load_policy(model_id(config), compute_dtype=compute_dtype or config.model.compute_dtype)
     directory = run_dir / "checkpoints"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -90,4 +86,4 @@ def load_run_or_model(name: str, *, compute_dtype: str | None = None, best: bool
     if step is None:
         raise RunError(f"{run_dir} holds no complete checkpoint yet")
     print(f"checkpoint {step} of {run_dir}", file=sys.stderr)
-    return policy, checkpoint.restore_params(directory, step, jax.tree.map(lambda x: x, params))
+    return policy, checkpoint.restore_params(directory, step, params)

@@ -132,7 +132,7 @@ async def _task_url(config: Config, task: AnyTask | None, stack: AsyncExitStack)
 
 
 def _named_task(name: str) -> AnyTask:
-    if name in ("arithmetic",):
+    if name == "arithmetic":
         return {key: make() for key, make in TASKS.items()}
     if not name.endswith(".py") and not Path(name).exists():
         raise ConfigError("config", [f'services.task_app: {name!r} is neither a .py file nor bundled; bundled: "arithmetic"'])
