@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
 from gspo_jax.types import Batch
 from rollout.types import Group, Trajectory
+
+type Advantage = float | Sequence[float] | np.ndarray | None
+"""Of a trajectory: one number, a sequence of one per turn, or an array of one per sampled token; None leaves it out."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,8 @@ class Segment:
     tokens: tuple[int, ...]
     trained: tuple[bool, ...]
     logprobs: tuple[float, ...]
-    advantage: float
+    versions: tuple[int, ...]
+    advantages: tuple[float, ...]
     prefix: int
     trajectory: int
 
@@ -54,17 +59,20 @@ class Packing:
     mode: str = "shared_prefix"
 
 
-def pack(groups: Sequence[Group], advantages: Sequence[Sequence[float]], minibatch: int, packing: Packing) -> Batch:
-    """A Batch `[m u r t]`: every `minibatch` consecutive trajectories (void ones included) are one optimizer step.
+def pack(groups: Sequence[Group], advantages: Sequence[Sequence[Advantage]], minibatch: int, packing: Packing) -> Batch:
+    """A Batch `[m u r t]`, one optimizer step for every `minibatch` trajectories.
 
-    The number of micro-batches is rounded up to a power of two, so that few shapes are ever compiled. Raises ValueError
-    for a trajectory longer than a row.
+    Void trajectories and those whose advantage is None take no part, not even in a denominator; the others are spread evenly,
+    in order, over the steps. The number of micro-batches is rounded up to a power of two, so that few shapes are ever
+    compiled. Raises ValueError for a trajectory longer than a row.
     """
     members = [(g, t, a) for g, (group, row) in enumerate(zip(groups, advantages, strict=True))
                for t, a in zip(group.trajectories, row, strict=True)]  # fmt: skip
     if len(members) % minibatch:
         raise ValueError(f"{len(members)} trajectories do not divide into minibatches of training.batch_size={minibatch}")
-    steps = [members[i : i + minibatch] for i in range(0, len(members), minibatch)]
+    taking = [(g, t, a) for g, t, a in members if t.status != "void" and a is not None]
+    count = len(members) // minibatch
+    steps = [taking[len(taking) * i // count : len(taking) * (i + 1) // count] for i in range(count)]
     micros = [_place(list(_items(step, packing)), packing) for step in steps]
     rows = max((len(m) for step in micros for m, _ in step), default=1)
     depth = _power_of_two(max(len(step) for step in micros))
@@ -76,21 +84,37 @@ def pack(groups: Sequence[Group], advantages: Sequence[Sequence[float]], minibat
     return arrays
 
 
-def segments_of(trajectory: Trajectory, advantage: float, number: int) -> list[Segment]:
+def token_advantages(trajectory: Trajectory, advantage: float | Sequence[float] | np.ndarray) -> list[list[float]]:
+    """The advantage of every sampled token, turn by turn. ValueError for any other number of values."""
+    sizes = [len(turn.completion_ids) for turn in trajectory.turns]
+    if isinstance(advantage, int | float):
+        return [[float(advantage)] * n for n in sizes]
+    unit, count = ("token", sum(sizes)) if isinstance(advantage, np.ndarray) else ("turn", len(sizes))
+    if len(advantage) != count:
+        raise ValueError(f"{len(advantage)} advantages for a trajectory of {count} {unit}s: one per {unit} is needed")
+    if isinstance(advantage, np.ndarray):
+        ends = np.cumsum([0, *sizes]).tolist()
+        return [advantage[start:end].tolist() for start, end in pairwise(ends)]
+    return [[float(a)] * n for a, n in zip(advantage, sizes, strict=True)]
+
+
+def segments_of(trajectory: Trajectory, advantage: float | Sequence[float] | np.ndarray, number: int) -> list[Segment]:
     """The trajectory's turns joined: a turn whose prompt extends the last segment continues it, any other opens a new one."""
     segments: list[Segment] = []
-    for turn in trajectory.turns:
+    for turn, values in zip(trajectory.turns, token_advantages(trajectory, advantage), strict=True):
         last = segments[-1] if segments else None
         if last and turn.prompt_ids[: len(last.tokens)] == last.tokens:
             seen = turn.prompt_ids[len(last.tokens) :]
         else:
-            segments.append(last := Segment((), (), (), advantage, len(turn.prompt_ids), number))
+            segments.append(last := Segment((), (), (), (), (), len(turn.prompt_ids), number))
             seen = turn.prompt_ids
         segments[-1] = replace(
             last,
             tokens=last.tokens + seen + turn.completion_ids,
             trained=last.trained + (False,) * len(seen) + (True,) * len(turn.completion_ids),
             logprobs=last.logprobs + (0.0,) * len(seen) + turn.logprobs,
+            versions=last.versions + (0,) * len(seen) + turn.versions,
+            advantages=last.advantages + (0.0,) * len(seen) + tuple(values),
         )
     return segments
 
@@ -99,8 +123,6 @@ def _items(step: list, packing: Packing) -> Iterator[Item]:
     """What to place, in order. Members of a group with one first prompt and one segment share it, as many as fit a row."""
     bundles: dict[tuple, list[Segment]] = {}
     for number, (g, trajectory, advantage) in enumerate(step, 1):
-        if trajectory.status == "void":
-            continue
         segments = segments_of(trajectory, advantage, number)
         for s in segments:
             if len(s.tokens) > packing.length:
@@ -165,7 +187,7 @@ def _power_of_two(n: int) -> int:
 
 def _blank(shape: tuple[int, int, int, int]) -> Batch:
     ints, floats = (lambda: np.zeros(shape, np.int32)), (lambda: np.zeros(shape, np.float32))
-    return Batch(ints(), ints(), ints(), ints(), ints(), ints(), np.zeros(shape, bool), floats(), floats(),
+    return Batch(ints(), ints(), ints(), ints(), ints(), ints(), np.zeros(shape, bool), floats(), floats(), ints(),
                  np.zeros(shape[:2], np.float32))  # fmt: skip
 
 
@@ -207,5 +229,6 @@ def _lay(
     batch.parents[span] = np.maximum(index - 1, at)
     batch.trajectory_ids[span] = np.where(trained, trajectory, 0)
     batch.loss_mask[span] = trained
-    batch.advantages[span] = np.where(trained, segment.advantage, 0)
+    batch.advantages[span] = segment.advantages[part]
+    batch.versions[span] = segment.versions[part]
     batch.behavior_logprobs[span] = np.where(trained, segment.logprobs[part], 0)

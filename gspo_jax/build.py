@@ -1,19 +1,33 @@
 """From a config to functions: the loss, the optimizer, the learner, the batch. What training and replay share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
-from gspo_jax import advantages as advantage_functions
 from gspo_jax.batch import Packing, pack
 from gspo_jax.config import ConfigError, row_length
 from gspo_jax.config_report import minibatch_size, minibatches, total_steps
-from gspo_jax.learner import Learner, learner
-from gspo_jax.losses import gspo
+from gspo_jax.kl import ESTIMATORS
+from gspo_jax.learner import Learner, learner, score_batch
+from gspo_jax.objective import build_objective
 from gspo_jax.policy import Policy, logprobs_of
 from gspo_jax.sections import Config
-from gspo_jax.types import Batch
+from gspo_jax.sharding import Placement
+from gspo_jax.signal import Penalties, Signal, sampled_tokens, signal
+from gspo_jax.types import Batch, Params
 from rollout.types import Group
+
+
+class Trainer(NamedTuple):
+    """What turns consumed groups into a step: training and `replay` share it, so they compute the same bits."""
+
+    learner: Learner
+    batch: Callable[[Sequence[Group], Params], tuple[Batch, Signal]]
+    """Groups and the parameters before the step to the placed batch of the step."""
 
 
 def check_capabilities(config: Config) -> None:
@@ -27,14 +41,51 @@ def check_capabilities(config: Config) -> None:
         raise ConfigError("config", problems)
 
 
-def build_learner(config: Config, policy: Policy) -> Learner:
-    """The learner a config describes."""
-
-    def loss(logprobs, batch):
-        return gspo(logprobs, batch, eps_low=config.algorithm.eps_low, eps_high=config.algorithm.eps_high)
-
+def build_trainer(config: Config, policy: Policy, placement: Placement, start: Params) -> Trainer:
+    """The learner and the batches a config describes. `start` are the starting weights, kept only if a KL refers to them."""
+    algorithm = config.algorithm
+    objective = build_objective(algorithm, config.policy.max_tokens * config.rollout.max_turns)
     logprobs = logprobs_of(policy, temperature=config.policy.temperature)
-    return learner(logprobs, loss, build_optimizer(config), max_grad_norm=config.optimizer.max_grad_norm)
+    learn = learner(
+        logprobs,
+        objective.loss,
+        build_optimizer(config),
+        max_grad_norm=config.optimizer.max_grad_norm,
+        prepare=objective.prepare,
+    )
+    score = jax.jit(lambda params, batch: score_batch(logprobs, params, batch))
+    reference = placement.state(jax.tree.map(jnp.copy, start)) if algorithm.kl_beta > 0 else None
+
+    def batch(groups: Sequence[Group], params: Params) -> tuple[Batch, Signal]:
+        penalties = None
+        if reference is not None and algorithm.kl_in == "reward":
+            penalties = _penalties(config, groups, lambda b: (score(params, b), score(reference, b)), placement)
+        found = signal(algorithm, groups, config.policy.max_tokens, penalties)
+        placed = placement.batch(_pack(config, groups, found.advantages))
+        if objective.reference:
+            placed = placed._replace(reference_logprobs=score(reference, placed))
+        return placed, found
+
+    return Trainer(learn, batch)
+
+
+def _pack(config: Config, groups: Sequence[Group], advantages: Sequence) -> Batch:
+    packing = Packing(row_length(config), config.training.rows_per_microbatch, config.training.packing)
+    return pack(groups, advantages, minibatch_size(config), packing)
+
+
+def _penalties(config: Config, groups: Sequence[Group], score: Callable, placement: Placement) -> Penalties:
+    """`kl_beta` times the KL estimate at every sampled token, by group and member.
+
+    The tokens are found again in the packed arrays by the number each carries in the advantages' place.
+    """
+    numbers = sampled_tokens(groups)
+    batch = _pack(config, groups, numbers)
+    policy, reference = score(placement.batch(batch))
+    values = config.algorithm.kl_beta * np.asarray(ESTIMATORS[config.algorithm.kl_estimator](policy - reference), np.float64)
+    flat = np.zeros(sum(len(tokens) for row in numbers for tokens in row))
+    flat[batch.advantages[batch.loss_mask].astype(np.int64)] = values[batch.loss_mask]
+    return [[flat[tokens.astype(np.int64)].tolist() for tokens in row] for row in numbers]
 
 
 def build_optimizer(config: Config) -> optax.GradientTransformation:
@@ -48,11 +99,3 @@ def build_optimizer(config: Config) -> optax.GradientTransformation:
     }[optimizer.schedule]()
     schedule = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup]) if warmup else after
     return optax.adamw(schedule, optimizer.beta1, optimizer.beta2, optimizer.eps, weight_decay=optimizer.weight_decay)
-
-
-def make_batch(config: Config, groups: Sequence[Group]) -> tuple[Batch, list[list[float]]]:
-    """The packed batch of a step and the advantages in it: the part of a step that `replay` shares with training."""
-    function = getattr(advantage_functions, config.algorithm.advantage)
-    advantages = [function([t.reward for t in group.trajectories]) for group in groups]
-    packing = Packing(row_length(config), config.training.rows_per_microbatch, config.training.packing)
-    return pack(groups, advantages, minibatch_size(config), packing), advantages

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from gspo_jax.config_checks import across, exclusive, hints, lookup, mistakes, not_finite
+from gspo_jax.config_objective import contradictions, remarks
 from gspo_jax.config_report import (
     SPELLINGS,
     difference,
@@ -94,9 +95,11 @@ def parse_config(data: Mapping[str, Any], overrides: Sequence[str] = (), source:
     _derive(raw, warnings)
     config, lines, wrong = _validated(raw)
     problems += [*lines, *not_finite(raw), *exclusive(raw), *across(_values(raw, wrong))]
+    rest = config or _validated(_less(raw, wrong))[0]
+    problems += contradictions(rest) if rest else ()
     if config is None or problems:
         raise ConfigError(source, [_attributed(line, written) for line in dict.fromkeys(problems)])
-    return config, list(dict.fromkeys([*warnings, *hints(config)]))
+    return config, list(dict.fromkeys([*warnings, *hints(config), *remarks(config)]))
 
 
 def _validated(raw: Mapping[str, Any]) -> tuple[Config | None, list[str], set[str]]:
@@ -144,6 +147,14 @@ def _pop(raw: dict, name: str) -> None:
     table = lookup(raw, parent) if parent else raw
     if isinstance(table, dict):
         table.pop(last, None)
+
+
+def _less(raw: Mapping[str, Any], wrong: set[str]) -> dict:
+    """A copy without the keys that are wrong by themselves, to look at the others."""
+    rest = _copy(raw)
+    for name in wrong:
+        _pop(rest, name)
+    return rest
 
 
 def _merge(raw: dict, changes: Mapping[str, Any]) -> dict:

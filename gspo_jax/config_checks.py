@@ -11,6 +11,29 @@ from pydantic_core import ErrorDetails
 from gspo_jax.config_report import describe
 from gspo_jax.sections import PATTERNS, Config, is_secret, keys, masked, tables
 
+ELSEWHERE = {
+    "epsilon": "eps_low", "clip_ratio": "eps_low", "clip_ratio_low": "eps_low", "eps_clip": "eps_low",
+    "eps_clip_low": "eps_low", "ratio_clip_min": "eps_low", "clip_eps_low": "eps_low", "epsilon_low": "eps_low",
+    "epsilon_high": "eps_high", "clip_ratio_high": "eps_high", "eps_clip_high": "eps_high", "ratio_clip_max": "eps_high",
+    "eps_clip_higher": "eps_high", "clip_eps_high": "eps_high",
+    "clip_ratio_c": "ratio_max", "ratio_clip_c": "ratio_max", "delta": "ratio_max", "epsilon_c": "ratio_max",
+    "beta": "kl_beta", "kl_coef": "kl_beta", "kl_loss_coef": "kl_beta", "kl_ctl": "kl_beta",
+    "reference_policy_kl_penalty": "kl_beta",
+    "kl_loss_type": "kl_estimator", "kl_loss_mode": "kl_estimator", "kl_penalty": "kl_estimator",
+    "use_bias_correction_kl": "kl_form", "entropy_coef": "entropy_bonus", "entropy_coeff": "entropy_bonus",
+    "loss_type": "variety", "loss_mode": "variety", "policy_loss": "variety", "policy_loss_type": "variety",
+    "loss_algo": "variety", "importance_sampling_level": "variety", "sequence_level_importance_ratios": "variety",
+    "loss_agg_mode": "aggregation", "loss_reduction": "aggregation", "token_level_loss": "aggregation",
+    "scale_rewards": "advantage", "adv_estimator": "advantage", "advantage_estimator": "advantage",
+    "norm_adv_by_std_in_grpo": "advantage", "loss_scale_factor": "budget", "mask_truncated_completions": "overlong",
+    "filter_groups": "flat_groups", "dynamic_sampling": "flat_groups", "use_dynamic_sampling": "flat_groups",
+    "overlong_buffer_len": "overlong_buffer", "off_policy_mask_threshold": "correction.off_policy_max",
+    "opsm_delta": "correction.off_policy_max", "rollout_is": "correction.weight", "rollout_is_threshold": "correction.high",
+    "rollout_rs": "correction.geometric", "truncated_importance_sampling_ratio": "correction.high",
+    "vllm_importance_sampling_mode": "correction.weight", "vllm_importance_sampling_cap": "correction.high",
+}  # fmt: skip
+"""What other stacks call the keys of `[algorithm]`."""
+
 
 def lookup(raw: Any, name: str) -> Any:
     """The value at a dotted name, None when absent (TOML has no null)."""
@@ -61,7 +84,10 @@ def _line(detail: ErrorDetails, name: str, value: Any) -> str:
     if kind == "missing":
         return f"{name}: missing; it has no default ({describe(keys()[name])})"
     if name == "algorithm.method" and value == "ppo":
-        return 'algorithm.method: "ppo" is not available (there is no value network); write method = "policy_gradient"'
+        return (
+            'algorithm.method: "ppo" is not available (there is no value network); write method = "policy_gradient", and for '
+            'PPO\'s clipped objective variety = "ppo"'
+        )
     if kind in ("model_type", "dict_type", "mapping_type"):
         what = f"must be a table; write [{name}] with its keys below it"
     elif kind == "string_pattern_mismatch":
@@ -76,6 +102,8 @@ def unknown(table: str, name: str) -> str:
     """The line for a key that `table` does not have: the nearest name, or the table where a key of that name belongs."""
     sections = dict(tables())
     here, inside = sections[table].model_fields, f"{table}." if table else ""
+    if table == "algorithm" and name in ELSEWHERE:
+        return f"algorithm.{name}: unknown key; here it is called algorithm.{ELSEWHERE[name]}"
     homes = [f"[{other}]" if other else "the top level" for other, section in sections.items() if name in section.model_fields]
     close = difflib.get_close_matches(name, here, 1, 0.85)
     near = close or difflib.get_close_matches(name, here, 1, 0.6)
@@ -156,9 +184,6 @@ def hints(config: Config) -> Iterator[str]:
             f"training.batch_size: {minibatch} counts trajectories per minibatch, not groups; "
             f"for {minibatch} groups write {minibatch * group}"
         )
-    for name in ("eps_low", "eps_high"):
-        if (eps := getattr(config.algorithm, name)) > 0.02:
-            yield f"algorithm.{name}: {eps} is wide for a sequence ratio, which stays near 1: nothing may be clipped"
     layout = config.compute.topology
     used = layout.gpus_for_vllm + layout.gpus_for_training + layout.gpus_for_ref
     if used and config.compute.gpu_count and used != config.compute.gpu_count:

@@ -50,6 +50,8 @@ _NOT_NUMBERS = (
     "training.num_epochs",
     "training.iterations_per_epoch",
     "training.log_interval",
+    "algorithm.refill_short",  # stops a run, never changes it; so do the guards
+    "guards",
     "evaluation",  # reads the policy, never changes it
     "serving.host",
     "run.name",

@@ -16,7 +16,7 @@ from gspo_jax import runlog
 from gspo_jax.config_report import episodes, total_steps
 from gspo_jax.evaluate import Evaluation
 from gspo_jax.sections import Config
-from gspo_jax.train import Step, Watcher
+from gspo_jax.watcher import Step, Watcher
 from rollout.types import Trajectory
 
 HISTORY = 12
@@ -76,8 +76,9 @@ class Display(Watcher):
             )
 
     def event(self, event: dict[str, Any]) -> None:
-        if event.get("type") == "checkpoint.incomplete":
-            self.console.print(event["message"], style="yellow", markup=False)
+        if event.get("type") in ("checkpoint.incomplete", "groups.short", "guard.warn"):
+            where = f"step {event['step']}: " if "step" in event else ""
+            self.console.print(where + event["message"], style="yellow", markup=False, soft_wrap=True)
         if event.get("type") == "rollout.void":
             message = escape(f"({event['reason']}): {event.get('message', '')}")
             self.console.print(f"[yellow]void rollout[/] {message}", highlight=False)

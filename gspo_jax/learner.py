@@ -10,11 +10,11 @@ import optax
 from jax import Array
 from jaxtyping import Float
 
+from gspo_jax.aggregation import lengths, pool
+from gspo_jax.losses import Loss
 from gspo_jax.policy import LogProbs
-from gspo_jax.types import Batch, Mean, Params, Peak, Stats, TrainState, merge
-
-type Loss = Callable[[Float[Array, "r t"], Batch], tuple[Mean, Stats]]
-type Metrics = dict[str, Float[Array, ""]]
+from gspo_jax.ratios import require_float32
+from gspo_jax.types import Batch, Mean, Metrics, Params, Peak, Prepare, Stats, TrainState, merge, nothing
 
 
 class Learner(NamedTuple):
@@ -26,13 +26,20 @@ class Learner(NamedTuple):
     """One rollout batch `[m u r t]`: m optimizer steps of u micro-batches. The caller jits it, donating the state."""
 
 
-def learner(logprobs: LogProbs, loss: Loss, optimizer: optax.GradientTransformation, *, max_grad_norm: float = 1.0) -> Learner:
+def learner(
+    logprobs: LogProbs,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    *,
+    max_grad_norm: float = 1.0,
+    prepare: Prepare | None = None,
+) -> Learner:
     """A learner for any objective on token log-probabilities.
 
     The proximal log-probabilities (`old` of the ratio) of minibatches 2..m are computed here, before the first step; the
-    first minibatch uses `stop_gradient` of its own, so its ratio is exactly 1. Sums over micro-batches are divided once,
-    by the count of the whole minibatch, so every split gives the same step. A minibatch whose loss or gradient is not
-    finite changes nothing but `skipped`.
+    first minibatch uses `stop_gradient` of its own, so its ratio is exactly 1. `prepare` needs those of the first as well:
+    one more forward pass over it. Sums over micro-batches are divided once, by the count of the whole minibatch, so every
+    split gives the same step. A minibatch whose loss or gradient is not finite changes nothing but `skipped`.
     """
 
     def init(params: Params) -> TrainState:
@@ -40,7 +47,10 @@ def learner(logprobs: LogProbs, loss: Loss, optimizer: optax.GradientTransformat
         return TrainState(step, params, optimizer.init(params), skipped)
 
     def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        batch = batch._replace(proximal_logprobs=_proximal(logprobs, state.params, batch))
+        batch = batch._replace(proximal_logprobs=_proximal(logprobs, state.params, batch, whole=prepare is not None))
+        sampled, prepared = batch, {}
+        if prepare is not None:
+            batch, prepared = prepare(batch)
         minibatches = batch.tokens.shape[0]
         step = partial(_minibatch, logprobs, loss, optimizer, max_grad_norm)
 
@@ -50,7 +60,8 @@ def learner(logprobs: LogProbs, loss: Loss, optimizer: optax.GradientTransformat
             return state, stats
 
         state, (stats, extra, proximal) = jax.lax.scan(body, state, (jnp.arange(minibatches), batch))
-        return state._replace(step=state.step + 1), _metrics(stats, extra) | _mismatch(proximal, batch)
+        metrics = _metrics(stats, extra) | _gap(sampled._replace(proximal_logprobs=proximal), state.step) | prepared
+        return state._replace(step=state.step + 1), metrics
 
     return Learner(init, update)
 
@@ -65,8 +76,16 @@ def _micro(batch: Batch, i: Array) -> Batch:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), batch)
 
 
-def _proximal(logprobs: LogProbs, params: Params, batch: Batch) -> Float[Array, "m u r t"]:
-    """Log-probabilities of minibatches 2..m under the parameters before the first step; zeros for the first."""
+def _proximal(logprobs: LogProbs, params: Params, batch: Batch, *, whole: bool) -> Float[Array, "m u r t"]:
+    """Log-probabilities of minibatches 2..m under the parameters before the first step; zeros for the first unless `whole`."""
+    if whole:
+        return score_batch(logprobs, params, batch)
+    found = score_batch(logprobs, params, jax.tree.map(lambda x: x[1:], batch))
+    return jnp.concatenate([jnp.zeros((1, *found.shape[1:]), jnp.float32), found])
+
+
+def score_batch(logprobs: LogProbs, params: Params, batch: Batch) -> Float[Array, "m u r t"]:
+    """Log-probabilities of a whole batch, minibatch by minibatch, 0 outside `loss_mask`."""
 
     def minibatch(_, part: Batch):
         def body(i, out):
@@ -75,9 +94,7 @@ def _proximal(logprobs: LogProbs, params: Params, batch: Batch) -> Float[Array, 
 
         return None, jax.lax.fori_loop(0, _used(part), body, jnp.zeros(part.tokens.shape, jnp.float32))
 
-    rest = jax.tree.map(lambda x: x[1:], batch)
-    _, found = jax.lax.scan(minibatch, None, rest)
-    return jnp.concatenate([jnp.zeros((1, *found.shape[1:]), jnp.float32), found])
+    return jax.lax.scan(minibatch, None, batch)[1]
 
 
 def _minibatch(
@@ -91,9 +108,10 @@ def _minibatch(
 ) -> tuple[TrainState, tuple[Stats, Metrics, Array]]:
     def objective(params: Params, micro: Batch):
         found, entropy = logprobs(params, micro)
+        require_float32(found)
         old = jnp.where(first, jax.lax.stop_gradient(found), jnp.asarray(micro.proximal_logprobs))
-        total, stats = loss(found, micro._replace(proximal_logprobs=old))
-        return total.total, (stats | {"policy/loss": total} | _entropy(entropy, micro), old)
+        total, stats = loss(found, micro._replace(proximal_logprobs=old, entropy=entropy))
+        return total.total, (stats | {"policy/loss": total} | _progress(found, old, entropy, micro), old)
 
     def body(i, carry):
         grads, so_far, proximal = carry
@@ -102,8 +120,9 @@ def _minibatch(
         return jax.tree.map(jnp.add, grads, new), merge(so_far, stats), proximal
 
     shapes = jax.eval_shape(lambda p, b: objective(p, b)[1][0], state.params, _micro(batch, jnp.zeros((), jnp.int32)))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (state.params, shapes))
-    grads, stats, proximal = jax.lax.fori_loop(0, _used(batch), body, (*zeros, jnp.zeros(batch.tokens.shape, jnp.float32)))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), state.params)
+    start = zeros, nothing(shapes), jnp.zeros(batch.tokens.shape, jnp.float32)
+    grads, stats, proximal = jax.lax.fori_loop(0, _used(batch), body, start)
     state, extra = _apply(optimizer, max_grad_norm, state, grads, stats["policy/loss"])
     return state, (stats, extra, proximal)
 
@@ -133,20 +152,28 @@ def _apply(
     return state._replace(params=params, opt_state=opt_state, skipped=skipped), metrics
 
 
-def _entropy(entropy: Array, micro: Batch) -> Stats:
+def _progress(found: Array, old: Array, entropy: Array, micro: Batch) -> Stats:
+    """Entropy, and the update drift: how far the policy has moved since the start of the step, per trained token."""
     trained = jnp.asarray(micro.loss_mask)
     tokens = jnp.sum(trained).astype(jnp.float32)
-    total = jax.lax.stop_gradient(jnp.sum(jnp.where(trained, entropy, 0)))
-    return {"policy/entropy": Mean(total, tokens)}
+    moved = jnp.where(trained, found - jnp.where(trained, old, 0), 0)
+    parts = {
+        "policy/entropy": jnp.where(trained, entropy, 0),
+        "drift/logprob_abs": jnp.abs(moved),
+        "drift/kl": jnp.expm1(moved) - moved,
+    }
+    return {name: Mean(jnp.sum(x), tokens) for name, x in parts.items()}
 
 
 def _metrics(stats: Stats, extra: dict[str, Float[Array, " m"]]) -> Metrics:
     """Scalars of the whole step from statistics stacked over minibatches `[m]`."""
     out: Metrics = {}
     for name, x in stats.items():
-        if isinstance(x, Peak):
-            out[name] = jnp.max(x.value)
+        if not isinstance(x, Mean):
+            out[name] = jnp.max(x.value) if isinstance(x, Peak) else jnp.min(x.value)
             continue
+        if name.startswith("drift/"):  # 0 in the first minibatch by construction
+            x = Mean(x.total[1:], x.count[1:])
         out[name] = Mean(jnp.sum(x.total), jnp.sum(x.count)).value
         if name in ("policy/ratio_mean", "policy/clip_fraction"):
             out |= {f"{name}_{i + 1}": each for i, each in enumerate(x.value)}
@@ -156,15 +183,31 @@ def _metrics(stats: Stats, extra: dict[str, Float[Array, " m"]]) -> Metrics:
     return out | {name: jnp.sum(extra[name]) for name in ("optimizer/skipped", "optimizer/empty")}
 
 
-def _mismatch(proximal: Float[Array, "m u r t"], batch: Batch) -> Metrics:
-    """|sampler - trainer| per token at the weights the step started from. Absolute: a signed mean would cancel."""
+def _gap(batch: Batch, step: Array) -> Metrics:
+    """Trainer against sampler at the weights the step started from: *mismatch* on tokens of those weights (two engines),
+    *staleness* on tokens of older ones. Sizes of gaps, since a signed mean would cancel; NaN where there are no such tokens.
+    """
     trained = jnp.asarray(batch.loss_mask)
-    gap = jnp.where(trained, jnp.abs(proximal - batch.behavior_logprobs), 0)
-    ordered = jnp.sort(jnp.where(trained, gap, jnp.inf), axis=None)
-    tokens = jnp.sum(trained)
+    age = jnp.where(trained, step - jnp.asarray(batch.versions), 0)
+    rho = jnp.where(trained, jnp.asarray(batch.proximal_logprobs) - jnp.where(trained, batch.behavior_logprobs, 0), 0)
+    fresh, stale = trained & (age <= 0), trained & (age > 0)
+    gap, tokens = jnp.where(fresh, jnp.abs(rho), 0), jnp.sum(fresh)
+    ordered = jnp.sort(jnp.where(fresh, gap, jnp.inf), axis=None)
     p99 = ordered[jnp.maximum(jnp.ceil(0.99 * tokens).astype(jnp.int32) - 1, 0)]
+    each = jax.vmap(jax.vmap(_sequence_gap))(rho, batch._replace(loss_mask=fresh))
     return {
-        "mismatch/mean": jnp.sum(gap) / jnp.maximum(tokens, 1),
-        "mismatch/p99": jnp.where(tokens > 0, p99, 0),
-        "mismatch/max": jnp.max(gap),
+        "mismatch/mean": jnp.sum(gap) / tokens,
+        "mismatch/p99": jnp.where(tokens > 0, p99, jnp.nan),
+        "mismatch/max": jnp.where(tokens > 0, jnp.max(gap), jnp.nan),
+        "mismatch/kl": jnp.sum(jnp.where(fresh, jnp.expm1(rho) - rho, 0)) / tokens,
+        "mismatch/sequence_mean": jnp.sum(each.total) / jnp.sum(each.count),
+        "staleness/mean": jnp.sum(age) / jnp.maximum(jnp.sum(trained), 1),
+        "staleness/max": jnp.max(age).astype(jnp.float32),
+        "staleness/logprob_abs": jnp.sum(jnp.where(stale, jnp.abs(rho), 0)) / jnp.sum(stale),
     }
+
+
+def _sequence_gap(rho: Float[Array, "r t"], batch: Batch) -> Mean:
+    """|mean over a trajectory's tokens|, summed over trajectories: what would stand in the sequence ratio's place."""
+    count = lengths(batch)
+    return Mean(jnp.sum(jnp.abs(pool(rho, batch)) / jnp.maximum(count, 1)), jnp.sum(count > 0).astype(rho.dtype))

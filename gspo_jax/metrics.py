@@ -1,9 +1,11 @@
 """Names and values of what a step reports about its rollouts. Update metrics come from the learner, under their final names."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from gspo_jax.signal import Signal, flatten, is_flat
 from rollout.types import Group
 
 ALIASES = {
@@ -15,39 +17,39 @@ ALIASES = {
 }
 
 
-def rollout_metrics(groups: Sequence[Group], advantages: Sequence[Sequence[float]], version: int) -> dict[str, float | None]:
+def rollout_metrics(groups: Sequence[Group], found: Signal, version: int) -> dict[str, float | None]:
     """Scalars over one rollout batch. Rewards are those the advantages were computed from, so without void trajectories."""
     everyone = [t for group in groups for t in group.trajectories]
     alive = [t for t in everyone if t.reward is not None]
-    rewards = np.array([t.reward for t in alive], np.float64)
+    raw = np.array([t.reward for t in alive], np.float64)
+    rewards = np.array([r for row in found.rewards for r in row if r is not None], np.float64)
     lengths = np.array([sum(len(turn.completion_ids) for turn in t.turns) for t in alive], np.float64)
-    kept = [a for group, row in zip(groups, advantages, strict=True)
-            for t, a in zip(group.trajectories, row, strict=True) if t.reward is not None]  # fmt: skip
     stale = [version - v for t in alive for turn in t.turns for v in turn.versions]
     return {
         "reward/mean": _mean(rewards),
         "reward/std": float(rewards.std()) if rewards.size else None,
-        "reward/raw_mean": _mean(rewards),
-        "advantage/mean": _mean(np.array(kept)),
+        "reward/raw_mean": _mean(raw),
+        "advantage/mean": _mean(np.array(flatten(found.advantages, groups))),
+        "rollout/left_out_fraction": _mean(np.array([a is None for row in found.advantages for a in row], np.float64)),
         "rollout/truncated_fraction": _mean(np.array([t.status == "cut" for t in alive], np.float64)),
         "rollout/void_fraction": 1 - len(alive) / len(everyone),
         "rollout/staleness_max": float(max(stale, default=0)),
         "rollout/completion_tokens_mean": _mean(lengths),
         "rollout/turns_mean": _mean(np.array([len(t.turns) for t in alive], np.float64)),
-        "group/flat_fraction": _mean(np.array([_flat(group) for group in groups], np.float64)),
+        "group/flat_fraction": _mean(np.array([is_flat(group, None) for group in groups], np.float64)),
         "tokens/sampled": float(lengths.sum()),
     } | _components(alive)
+
+
+def finite(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """Numbers as floats; None for what is not finite: nothing was there to measure, or it overflowed."""
+    return {name: float(x) if np.isfinite(x) else None for name, x in metrics.items()}
 
 
 def with_aliases(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
     """`metrics` plus the names older documents use for the same values; None for what nothing measured."""
     values = {name: metrics.get(name) for name in ALIASES.values()}
     return {**values, **metrics, **{alias: values[name] for alias, name in ALIASES.items()}}
-
-
-def _flat(group: Group) -> bool:
-    rewards = [t.reward for t in group.trajectories if t.reward is not None]
-    return len(rewards) < 2 or max(rewards) == min(rewards)
 
 
 def _components(trajectories: Sequence) -> dict[str, float | None]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from gspo_jax import checkpoint, runlog
-from gspo_jax.build import build_learner, make_batch
+from gspo_jax.build import build_trainer
 from gspo_jax.commands import recorded_config, run_command
 from gspo_jax.config import mesh_devices, model_id
 from gspo_jax.digest import batch_digest, params_digest
@@ -44,21 +44,22 @@ def replay(run_dir: Path, last: int | None = None) -> Iterator[Replayed]:
         raise RunError(f"{run_dir}/digests.jsonl has no step {last if last is not None else 0}; it has {len(logged)} steps")
     policy, params = load_policy(model_id(config), compute_dtype=config.model.compute_dtype, remat=config.model.remat)
     placement = place(mesh_devices(config, len(jax.devices())))
-    learn = build_learner(config, policy)
-    state = jax.jit(learn.init)(placement.state(params))
+    trainer = build_trainer(config, policy, placement, params)
+    state = jax.jit(trainer.learner.init)(placement.state(params))
     del params
     directory = run_dir / "checkpoints"
     if last is not None and (start := _checkpoint_before(directory, last)) is not None:
         state, _ = checkpoint.restore(directory, start, state)
-    update = jax.jit(learn.update, donate_argnums=0)
+    update = jax.jit(trainer.learner.update, donate_argnums=0)
     for step in range(int(state.step), (max(logged) if last is None else last) + 1):
         file = runlog.rollout_file(run_dir, step)
         try:
-            batch, _ = make_batch(config, runlog.read_groups(file))
+            batch, _ = trainer.batch(runlog.read_groups(file), state.params)
         except ValueError as error:
             raise TrainingError(f"step {step}: {file} does not hold the batch of this step: {error}") from None
-        state, _ = update(state, placement.batch(batch))
-        yield Replayed(step, logged[step], {"params": params_digest(state.params), "batch": batch_digest(batch)})
+        digest = batch_digest(batch)
+        state, _ = update(state, batch)
+        yield Replayed(step, logged[step], {"params": params_digest(state.params), "batch": digest})
 
 
 def _checkpoint_before(directory: Path, step: int) -> int | None:

@@ -50,13 +50,28 @@ class Rollouts:
         await self.sampler.publish(version, params)
 
     async def collect(
-        self, problems: Sequence[Problem], group_size: int, *, step: int, branch: int = TRAINING, on_done: OnDone | None = None
+        self,
+        problems: Sequence[Problem],
+        group_size: int,
+        *,
+        step: int,
+        branch: int = TRAINING,
+        first: int = 0,
+        on_done: OnDone | None = None,
     ) -> tuple[Group, ...]:
-        """One group per problem, in order. The same step, branch and weights give the same tokens."""
+        """One group per problem, in order, numbered from `first`. Equal step, branch, number and weights give equal tokens."""
         sampling = replace(self.settings.sampling, key=(branch,))
         settings = replace(self.settings, sampling=sampling)
         return await run_groups(
-            self.app, self.gateway, problems, group_size, settings, step=step, on_event=self.on_event, on_done=on_done
+            self.app,
+            self.gateway,
+            problems,
+            group_size,
+            settings,
+            step=step,
+            first=first,
+            on_event=self.on_event,
+            on_done=on_done,
         )
 
 
@@ -158,15 +173,16 @@ def _sizes(taskset: Mapping[str, Any]) -> dict[str, int]:
     return {k: v for k, v in sizes.items() if isinstance(v, int) and v > 0} if isinstance(sizes, Mapping) else {}
 
 
-def training_problems(config: Config, sizes: Mapping[str, int], step: int, count: int) -> list[Problem]:
-    """The problems of one step, a pure function of (config, step): nothing to save, nothing to lose on resume.
+def training_problems(config: Config, sizes: Mapping[str, int], step: int, count: int, *, round: int = 0) -> list[Problem]:
+    """The problems of one step, a pure function of (config, step, round): nothing to save, nothing to lose on resume.
 
     Each epoch visits every problem of the split once, in an order of its own; a task app that states no sizes is given
-    consecutive seeds.
+    consecutive seeds. With `flat_groups = "refill"` every step has problems of its own for each of its rounds, used or not.
     """
     split, start = config.data.split, config.data.seed_start
     size = sizes.get(split)
-    places = range(step * count, (step + 1) * count)
+    rounds = 1 + (config.algorithm.refill_rounds if config.algorithm.flat_groups == "refill" else 0)
+    places = range((step * rounds + round) * count, (step * rounds + round + 1) * count)
     if size is None:
         return [Problem(start + i, split) for i in places]
     orders = {epoch: np.random.default_rng((config.run.seed, epoch)).permutation(size) for epoch in {i // size for i in places}}

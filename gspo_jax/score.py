@@ -40,7 +40,7 @@ def whole_rows(tokens: Int[np.ndarray, "r t"]) -> Batch:
     ones, zeros = np.ones(tokens.shape, np.int32), np.zeros(tokens.shape, np.float32)
     numbers = np.broadcast_to(np.arange(1, rows + 1, dtype=np.int32)[:, None], tokens.shape)
     return Batch(tokens.astype(np.int32), index, ones, 0 * ones, np.maximum(index - 1, 0), numbers, index > 0, zeros, zeros,
-                 np.float32(rows) * np.ones((), np.float32))  # fmt: skip
+                 0 * ones, np.float32(rows) * np.ones((), np.float32))  # fmt: skip
 
 
 def read_tokens(path: Path, vocab_size: int) -> Int[np.ndarray, "b t"]:

@@ -23,6 +23,21 @@ Texts = Annotated[tuple[str, ...], _listed]
 Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], _listed]
 Ops = Annotated[tuple[str | dict[str, Any], ...], _listed]
 Headers = Annotated[Mapping[str, str], AfterValidator(MappingProxyType)]
+Band = Annotated[tuple[Annotated[float, Field(gt=0)], ...], _listed]
+Severity = Literal["error", "warn", "off"]
+Objectives = Literal[
+    "gspo", "gspo_token", "luspo", "gmpo", "ppo", "grpo", "dapo", "dr_grpo", "cispo", "sapo", "minirl", "reinforce"
+]
+Advantages = Literal[
+    "group_std",
+    "group_mean",
+    "batch_std",
+    "leave_one_out",
+    "length_weighted",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "per_reward",
+]
 Table = dict[str, Any]
 Name = Annotated[str, Field(min_length=1)]
 EnvironmentVariable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -80,16 +95,75 @@ class Section(BaseModel):
             yield name, masked(getattr(self, name), name)
 
 
+class Correction(Section):
+    """Detached weights for the gap between sampler and trainer; what is not set is off. Everything set is multiplied."""
+
+    weight: Literal["off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = key(
+        "off", "importance weight trainer / sampler: per token or the trajectory's product; cut to [low, high], or 0 outside it"
+    )
+    low: float | None = key(None, "smallest weight; default: 0 for truncate, 0.5 for mask", ge=0)
+    high: float | None = key(None, "largest weight; default: 2", gt=0)
+    geometric: Band = key((), "keep trajectories whose geometric mean ratio lies in [low, high], such as [0.99, 1.01]")
+    k3_max: float | None = key(None, "keep trajectories whose mean k3 estimate of the gap is at most this", gt=0)
+    off_policy_max: float | None = key(
+        None, "drop trajectories of negative advantage whose mean log-ratio fell by more than this", gt=0
+    )
+    normalize: bool = key(False, "divide the weights by their mean over the rollout batch")
+    rejected: Literal["stay", "leave"] = key("stay", "whether tokens of weight 0 still count in ratios and denominators")
+
+
 class Algorithm(Section):
-    """What is optimized."""
+    """What is optimized. `variety` alone runs the published algorithm; a key that its variety does not take is an error."""
 
     type: Literal["online"] = fixed("online", "reinforcement learning on fresh rollouts")
-    method: Literal["policy_gradient", "gspo"] = fixed("policy_gradient", 'both spellings mean GSPO; there is no "ppo"')
-    variety: Literal["gspo"] = fixed("gspo", "sequence-level, length-normalized, clipped ratio")
-    eps_low: float = key(3e-4, "clip range below 1 of the sequence ratio", gt=0, lt=1)
-    eps_high: float = key(4e-4, "clip range above 1 of the sequence ratio", gt=0, lt=1)
-    advantage: Literal["group_std", "group_mean"] = key("group_std", "reward minus group mean, divided by group std or not")
-    flat_groups: Literal["keep"] = fixed("keep", "groups of equal rewards stay in the batch, with advantage exactly 0")
+    method: Literal["policy_gradient", "gspo"] = fixed("policy_gradient", 'both mean what variety says; there is no "ppo"')
+    variety: Objectives = key("gspo", "the objective; formulas, constants and sources: docs/objectives.md")
+    eps_low: float | None = key(None, "clip range below 1 of the ratio; default: the variety's", gt=0, le=1)
+    eps_high: float | None = key(None, "clip range above 1 of the ratio; default: the variety's", gt=0)
+    ratio_max: float | None = key(None, "bound on the ratio of negative advantages (dual clip c, two-sided delta)", gt=1)
+    cap: float | None = key(None, "cispo: largest ratio used as weight", gt=0)
+    floor: float | None = key(None, "cispo: smallest ratio used as weight", ge=0)
+    tau_positive: float | None = key(None, "sapo: temperature of the gate for positive advantages", gt=0)
+    tau_negative: float | None = key(None, "sapo: temperature of the gate for other advantages", gt=0)
+    budget: float | None = key(None, "dr_grpo: tokens a trajectory is divided by; default: max_tokens * max_turns", gt=0)
+    aggregation: Literal["row_mean", "row_sum", "token_mean", "budget_mean"] | None = key(
+        None, "denominator, for the varieties that leave it open; default: the variety's"
+    )
+    advantage: Advantages | None = key(None, "how rewards become advantages; default: the variety's, mostly group_std")
+    reward_weights: dict[str, float] = key({}, "per_reward: weight of each of the task app's metrics")
+    credit: Literal["trajectory", "turn"] = key("trajectory", "one advantage per trajectory, or one per turn from turn rewards")
+    kl_beta: float = key(0.0, "weight of the KL to the frozen starting weights; 0 computes no reference", ge=0)
+    kl_estimator: Literal["k1", "k2", "k3"] = key("k3", "how the KL is estimated from sampled tokens")
+    kl_form: Literal["importance_weighted", "plain", "straight_through"] = key(
+        "importance_weighted", "gradient of the KL in the loss: unbiased, as it stands, or that of k2"
+    )
+    kl_in: Literal["loss", "reward"] = key("loss", "a term of the loss, or taken off the reward, summed over tokens")
+    entropy_bonus: float = key(0.0, "weight of the mean entropy of trained tokens", ge=0)
+    flat_groups: Literal["keep", "skip", "refill"] = key(
+        "keep", "groups without a difference: keep with advantage 0, leave out, or replace by new problems (dynamic sampling)"
+    )
+    refill_rounds: int = key(3, "most rounds of new problems in a step", ge=1)
+    refill_short: Literal["train", "stop"] = key(
+        "train", "when groups still lack after the last round: train on the others, or stop"
+    )
+    correctness: Name | None = key(None, "the task app's metric that says whether groups are flat; default: the reward")
+    overlong: Literal["keep", "mask"] = key(
+        "keep", "cut trajectories: train on them, or leave them out of loss and denominators"
+    )
+    overlong_buffer: int = key(0, "tokens before policy.max_tokens over which the reward falls by up to 1; 0: off", ge=0)
+    correction: Correction = key(Correction, "")
+
+
+class Guards(Section):
+    """What to do about an objective that is not doing anything: stop the run ("error"), say so once ("warn"), or nothing."""
+
+    dead_ratio: Severity = key("error", "the ratio is exactly 1 in all minibatches of a step, although weights moved")
+    wide_eps: Severity = key("error", "a token-scale clip range (above 0.01) on a sequence ratio")
+    flat_groups: Severity = key("error", "every group of 20 steps in a row was flat (a first such step is a warning)")
+    first_mismatch: Severity = key("error", "sampler and trainer differ by more than 0.05 nats per token at the first step")
+    clip_fraction: Severity = key("warn", "20 steps in a row clipped nothing, or more than half")
+    mismatch: Severity = key("warn", "a trajectory's mean sampler-trainer gap is wider than half the clip range")
+    truncation: Severity = key("warn", "more than a tenth of the trajectories were cut")
 
 
 class Services(Section):
@@ -337,6 +411,7 @@ class Config(Section):
 
     type: Literal["rl"] = fixed("rl", "kind of job")
     algorithm: Algorithm = key(Algorithm, "")
+    guards: Guards = key(Guards, "")
     services: Services = key(Services, "")
     model: Model = key(..., "")
     policy: Policy = key(Policy, "")

@@ -13,21 +13,23 @@ from orbax.checkpoint import CheckpointManager
 
 from gspo_jax import checkpoint, runlog
 from gspo_jax.background import Background
-from gspo_jax.build import build_learner, check_capabilities, make_batch
+from gspo_jax.build import Trainer, build_trainer, check_capabilities
+from gspo_jax.collecting import collect
 from gspo_jax.config import mesh_devices, model_id
-from gspo_jax.config_report import groups as group_count
 from gspo_jax.config_report import total_steps
 from gspo_jax.digest import batch_digest, params_digest
 from gspo_jax.evaluate import Evaluation, evaluate, evaluation_problems
-from gspo_jax.learner import Learner, Metrics
-from gspo_jax.metrics import rollout_metrics, with_aliases
+from gspo_jax.guards import PATIENCE, check
+from gspo_jax.learner import Learner
+from gspo_jax.metrics import finite, rollout_metrics, with_aliases
 from gspo_jax.policy import Policy, load_policy, save_policy
-from gspo_jax.rollouts import AnyTask, Rollouts, open_rollouts, training_problems
+from gspo_jax.rollouts import AnyTask, Rollouts, open_rollouts
 from gspo_jax.sections import Config
 from gspo_jax.sharding import Placement, place
-from gspo_jax.types import Batch, TrainState
+from gspo_jax.types import Batch, Metrics, TrainState
+from gspo_jax.watcher import Step, Watcher
 from rollout.runner import void_table
-from rollout.types import Group, Problem, Trajectory
+from rollout.types import Group, Problem
 
 MAX_SKIPPED = 5
 """Consecutive non-finite minibatches after which a run stops."""
@@ -35,35 +37,6 @@ MAX_SKIPPED = 5
 
 class TrainingError(Exception):
     """The run cannot go on; the message says why and what to change."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one step consumed and reported. `evaluation` is set on the steps that evaluated."""
-
-    step: int
-    metrics: dict[str, float | None]
-    groups: tuple[Group, ...]
-    evaluation: Evaluation | None
-
-
-class Watcher:
-    """Hears what happens while it happens; override what you care about. `rollout` and `event` come from another thread."""
-
-    def started(self, run_dir: Path, config: Config, first_step: int) -> None:
-        """The loop is about to run its first step."""
-
-    def phase(self, name: str) -> None:
-        """What the run does from now on: rollout, update, sync, evaluation or checkpoint."""
-
-    def rollout(self, trajectory: Trajectory) -> None:
-        """One rollout of the current step ended."""
-
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """The held-out reward after `step` steps."""
-
-    def event(self, event: dict[str, Any]) -> None:
-        """A line of events.jsonl about a rollout that failed, or a checkpoint that is incomplete."""
 
 
 def train(
@@ -83,7 +56,7 @@ def train(
     run_dir = runlog.open_run(config, run_dir or Path(config.run.dir) / config.run.name, resume=resume)
     policy, params = load_policy(model_id(config), compute_dtype=config.model.compute_dtype, remat=config.model.remat)
     placement = place(mesh_devices(config, len(jax.devices())))
-    learn = build_learner(config, policy)
+    trainer = build_trainer(config, policy, placement, params)
     watching = watcher or Watcher()
 
     def on_event(event: dict[str, Any]) -> None:
@@ -92,7 +65,7 @@ def train(
 
     with ExitStack() as stack:
         stack.enter_context(runlog.lock(run_dir))
-        state, best = _first_state(learn, placement.state(params), run_dir, on_event, resume=resume)
+        state, best = _first_state(trainer.learner, placement.state(params), run_dir, on_event, resume=resume)
         del params
         background = Background()
         stack.callback(background.close)
@@ -100,9 +73,24 @@ def train(
         rollouts = background.enter(world)
         stack.callback(background.leave, world)
         manager = stack.enter_context(checkpoint.open_checkpoints(run_dir, config.run.keep_last))
-        update = jax.jit(learn.update, donate_argnums=0)
+        update = jax.jit(trainer.learner.update, donate_argnums=0)
         held_out = evaluation_problems(config, rollouts)
-        loop = _Loop(config, policy, update, placement, background, rollouts, held_out, manager, run_dir, watching, best)
+        history = list(runlog.read_lines(run_dir / "metrics.jsonl"))[-PATIENCE - 1 :]
+        loop = _Loop(
+            config,
+            policy,
+            trainer,
+            update,
+            placement,
+            background,
+            rollouts,
+            held_out,
+            manager,
+            run_dir,
+            watching,
+            best,
+            history,
+        )
         yield from loop.steps(state)
 
 
@@ -135,6 +123,7 @@ class _Loop:
 
     config: Config
     policy: Policy
+    trainer: Trainer
     update: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
     placement: Placement
     background: Background
@@ -144,6 +133,8 @@ class _Loop:
     run_dir: Path
     watcher: Watcher
     best: float | None
+    history: list[dict[str, Any]]
+    """Metrics of the last steps, for the guards."""
 
     def steps(self, state: TrainState) -> Iterator[Step]:
         first, total = int(state.step), total_steps(self.config)
@@ -161,16 +152,17 @@ class _Loop:
 
     def step(self, state: TrainState, step: int) -> tuple[TrainState, Step]:
         clock = _Clock()
-        groups = self.collect(step)
+        groups, collected = self.collect(step)
         clock.lap("time/rollout")
         self.refuse_void(groups)
-        batch, advantages = make_batch(self.config, groups)
         if self.config.run.log_rollouts:
             runlog.write_groups(runlog.rollout_file(self.run_dir, step), groups)
         self.watcher.phase("update")
-        state, updated = self.update(state, self.placement.batch(batch))
-        digest = {"step": step, "params": params_digest(state.params), "batch": batch_digest(batch)}
-        metrics = rollout_metrics(groups, advantages, step) | {k: float(v) for k, v in jax.device_get(updated).items()}
+        batch, found = self.trainer.batch(groups, state.params)
+        digest = {"step": step, "batch": batch_digest(batch)}
+        state, updated = self.update(state, batch)
+        digest["params"] = params_digest(state.params)
+        metrics = rollout_metrics(groups, found, step) | collected | finite(jax.device_get(updated))
         clock.lap("time/update")
         self.refuse_nonfinite(state)
         self.publish(state)
@@ -182,14 +174,38 @@ class _Loop:
         runlog.append(self.run_dir / "digests.jsonl", digest)
         runlog.append(self.run_dir / "metrics.jsonl", {"step": step, **with_aliases(metrics)})
         self.save(state, evaluation)
+        self.guard({"step": step, **metrics})
         return state, Step(step, metrics, groups, evaluation)
 
-    def collect(self, step: int) -> tuple[Group, ...]:
+    def collect(self, step: int) -> tuple[tuple[Group, ...], dict[str, float | None]]:
         self.watcher.phase("rollout")
-        problems: list[Problem] = training_problems(self.config, self.rollouts.sizes, step, group_count(self.config))
-        size = self.config.training.group_size
-        heard = self.watcher.rollout
-        return self.background.run(self.rollouts.collect(problems, size, step=step, on_done=lambda _, t: heard(t)))
+        groups, metrics, message = self.background.run(collect(self.config, self.rollouts, step, self.watcher.rollout))
+        if message:
+            self.tell({"type": "groups.short", "step": step, "message": message})
+            if self.config.algorithm.refill_short == "stop":
+                raise TrainingError(message)
+        return groups, metrics
+
+    def guard(self, metrics: dict[str, Any]) -> None:
+        """Warnings are told when they begin; the first error stops the run, its step being logged."""
+        self.history = [*self.history, metrics][-PATIENCE - 1 :]
+        findings = check(self.config, self.history)
+        for finding in findings:
+            self.tell(
+                {
+                    "type": f"guard.{finding.severity}",
+                    "guard": finding.guard,
+                    "step": metrics["step"],
+                    "message": finding.message,
+                }
+            )
+        for finding in findings:
+            if finding.severity == "error":
+                raise TrainingError(finding.message)
+
+    def tell(self, event: dict[str, Any]) -> None:
+        runlog.event(self.run_dir, **event)
+        self.watcher.event(event)
 
     def publish(self, state: TrainState) -> None:
         self.watcher.phase("sync")

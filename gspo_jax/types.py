@@ -1,8 +1,9 @@
 """The arrays that cross the learner's border, and sums that are not yet means."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
@@ -37,11 +38,19 @@ class Batch(NamedTuple):
     """True on sampled tokens that are trained."""
     advantages: Floats
     behavior_logprobs: Floats
-    """The sampler's log-probabilities, for the mismatch report; never in the ratio."""
+    """The sampler's log-probabilities, for the mismatch report and the correction weights; never in the ratio."""
+    versions: Ints
+    """Version of the policy that sampled each trained token, 0 elsewhere; `TrainState.step` minus it is the staleness."""
     trajectories: Float[Array, "*lead"] | Float[ndarray, "*lead"]
     """Trajectories a micro-batch stands for, those without a single trained token included: the loss's denominator."""
     proximal_logprobs: Floats | None = None
-    """The trainer's own log-probabilities at the start of the step: `old` of the ratio."""
+    """The trainer's own log-probabilities at the start of the step: `old` of the ratio. Filled in by the learner."""
+    reference_logprobs: Floats | None = None
+    """Those of the frozen reference policy; only when a KL penalty is asked for."""
+    weights: Floats | None = None
+    """Detached factor of each trained token's term (correction of the sampler's mismatch). None is 1."""
+    entropy: Floats | None = None
+    """Entropy of the current policy at each trained token, differentiable. Filled in by the learner."""
 
 
 class TrainState(NamedTuple):
@@ -73,15 +82,34 @@ class Peak(NamedTuple):
     value: Float[Array, ""]
 
 
-type Stats = dict[str, Mean | Peak]
+class Trough(NamedTuple):
+    """A minimum over everything seen so far."""
+
+    value: Float[Array, ""]
+
+
+type Metrics = dict[str, Float[Array, ""]]
+type Prepare = Callable[[Batch], tuple[Batch, Metrics]]
+"""What is done to a whole batch `[m u r t]` once its proximal log-probabilities are known (`corrections.prepare`)."""
+type Stats = dict[str, Mean | Peak | Trough]
+
+
+def nothing(stats: Stats) -> Stats:
+    """What merges with `stats` (arrays or shapes) without changing it."""
+    return {name: _nothing(each) for name, each in stats.items()}
+
+
+def _nothing(each: Mean | Peak | Trough) -> Mean | Peak | Trough:
+    blank = -jnp.inf if isinstance(each, Peak) else jnp.inf if isinstance(each, Trough) else 0.0
+    return jax.tree.map(lambda x: jnp.full(x.shape, blank, x.dtype), each)
 
 
 def merge(a: Stats, b: Stats) -> Stats:
-    """The statistics of both parts together: sums add, peaks take the larger."""
+    """The statistics of both parts together: sums add, peaks take the larger, troughs the smaller."""
     return {name: _merge(a[name], b[name]) for name in a}
 
 
-def _merge(a: Mean | Peak, b: Mean | Peak) -> Mean | Peak:
+def _merge(a: Mean | Peak | Trough, b: Mean | Peak | Trough) -> Mean | Peak | Trough:
     if isinstance(a, Mean) and isinstance(b, Mean):
         return Mean(a.total + b.total, a.count + b.count)
-    return Peak(jnp.maximum(a.value, b.value))
+    return Peak(jnp.maximum(a.value, b.value)) if isinstance(a, Peak) else Trough(jnp.minimum(a.value, b.value))

@@ -94,7 +94,7 @@ def _reply(episode: Episode, trace_id: str, url: str, policy_id: str, details: M
     outcome = {
         "outcome_reward": total,
         "event_rewards": list(episode.turn_rewards),
-        "outcome_objectives": {"reward": total},
+        "outcome_objectives": {**episode.objectives, "reward": total},
         "details": dict(details),
     }
     legacy = {"episode_returns": [total], "mean_return": total, "num_steps": turns, "num_episodes": 1, "outcome_score": total}

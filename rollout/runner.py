@@ -62,13 +62,14 @@ async def run_groups(
     settings: RolloutSettings,
     *,
     step: int,
+    first: int = 0,
     on_event: OnEvent | None = None,
     on_done: OnDone | None = None,
 ) -> tuple[Group, ...]:
     """One group per problem, in order of `problems`, members in order; never in completion order.
 
-    Member j of group i samples under the key `(*sampling.key, step, i, j)`. A rollout that fails for good is a void trajectory
-    with a reason; it never raises. `on_event` hears of retries, voids and ignored reply fields; `on_done(i, trajectory)` of
+    Member j of group i samples under the key `(*sampling.key, step, first + i, j)`. A rollout that fails for good is a void
+    trajectory with a reason; it never raises. `on_event` hears of retries, voids and ignored reply fields; `on_done(i, trajectory)` of
     each end, in completion order. Cancelling cancels every rollout and closes its trace.
     """
     if group_size < 1:
@@ -77,8 +78,8 @@ async def run_groups(
     emit = on_event or (lambda event: None)
 
     async def member(i: int, j: int) -> Trajectory:
-        keyed = replace(settings, sampling=replace(settings.sampling, key=(*settings.sampling.key, step, i, j)))
-        where = {"step": step, "group": i, "member": j, "seed": problems[i].seed}
+        keyed = replace(settings, sampling=replace(settings.sampling, key=(*settings.sampling.key, step, first + i, j)))
+        where = {"step": step, "group": first + i, "member": j, "seed": problems[i].seed}
         trajectory = replace(await _retried(app, recorder, problems[i], keyed, slots, emit, where), member=j)
         if on_done is not None:
             on_done(i, trajectory)

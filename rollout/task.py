@@ -4,7 +4,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from rollout.types import Problem
@@ -43,7 +43,8 @@ class Task:
 
     `problem(seed, split)` makes the object that both receive; without it they receive a `Problem`. Equal seeds must give equal
     problems. `splits` gives the number of problems per split; None accepts any split name. A sync function runs in the event
-    loop: make a slow reward async. A reward of None or NaN is an error, never 0.
+    loop: make a slow reward async. A reward of None or NaN is an error, never 0. To report other numbers beside it, return
+    `{"reward": 0.7, "correct": 1.0}`: they reach the trainer as metrics `objective_correct`, ...
     """
 
     prompt: Callable[[Any], Any]
@@ -60,8 +61,8 @@ class Env:
     """A task of several turns, as two pure functions that may be async.
 
     `reset(seed, split, config) -> (state, messages)` and `step(state, message) -> (state, new_messages, reward, done)`, where
-    `message` is the assistant message (`content`, perhaps `tool_calls`) and `reward` a finite number for that turn; the
-    episode's reward is their sum. `tools` are offered to the policy in OpenAI form.
+    `message` is the assistant message (`content`, perhaps `tool_calls`) and `reward` a finite number for that turn, or a
+    mapping as for `Task`; the episode's reward, and every other number, is the sum over turns. `tools` are offered to the policy in OpenAI form.
     """
 
     reset: Callable[[int, str, Mapping[str, Any]], Any]
@@ -74,11 +75,15 @@ class Env:
 
 @dataclass(frozen=True)
 class Episode:
-    """What was played: one reply and one reward per turn. `truncated`: it ended at a limit, not because it was done."""
+    """What was played: one reply and one reward per turn. `truncated`: it ended at a limit, not because it was done.
+
+    `objectives` are the other numbers the task gave, summed over turns.
+    """
 
     choices: tuple[Choice, ...]
     turn_rewards: tuple[float, ...]
     truncated: bool
+    objectives: Mapping[str, float] = field(default_factory=dict)
 
 
 Chat = Callable[[Messages, Sequence[Mapping[str, Any]]], Awaitable[Choice]]
@@ -105,6 +110,7 @@ async def play(env: Env, chat: Chat, *, seed: int, split: str, config: Mapping[s
     history = list(opening)
     choices: list[Choice] = []
     rewards: list[float] = []
+    objectives: dict[str, float] = {}
     done = False
     while not done and len(choices) < max_turns:
         try:
@@ -115,9 +121,13 @@ async def play(env: Env, chat: Chat, *, seed: int, split: str, config: Mapping[s
             break
         state, new, reward, done = _unpack("step", await _call("step", env.step, state, choice.message), 4)
         choices.append(choice)
-        rewards.append(_finite(reward))
+        values = reward if isinstance(reward, Mapping) else {"reward": reward}
+        rewards.append(_finite(values.get("reward")))
+        for name, value in values.items():
+            objectives[str(name)] = objectives.get(str(name), 0.0) + _finite(value, str(name))
         history += [choice.message, *new]
-    return Episode(tuple(choices), tuple(rewards), truncated=not done)
+    objectives.pop("reward", None)
+    return Episode(tuple(choices), tuple(rewards), truncated=not done, objectives=objectives)
 
 
 async def _call(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -138,11 +148,11 @@ def _unpack(what: str, value: Any, count: int) -> tuple[Any, ...]:
     return value
 
 
-def _finite(reward: object) -> float:
+def _finite(reward: object, name: str = "reward") -> float:
     if reward is None:
-        raise AppError(500, "reward_missing", "the reward is None; a failure is not a zero, so this rollout has no reward")
+        raise AppError(500, "reward_missing", f"the {name} is None; a failure is not a zero, so this rollout has no reward")
     if isinstance(reward, bool) or not isinstance(reward, numbers.Real):
-        raise AppError(500, "reward_invalid", f"the reward is a {type(reward).__name__}, not a number", retryable=False)
+        raise AppError(500, "reward_invalid", f"the {name} is a {type(reward).__name__}, not a number", retryable=False)
     if not math.isfinite(number := float(reward)):
-        raise AppError(500, "reward_not_finite", f"the reward is {number}, expected a finite number", retryable=False)
+        raise AppError(500, "reward_not_finite", f"the {name} is {number}, expected a finite number", retryable=False)
     return number

@@ -1,5 +1,8 @@
 """Packing: every sampled token once, in its own context, whatever the layout; nothing made up, nothing lost."""
 
+import itertools
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from gspo_jax.batch import Packing, pack, segments_of
 from gspo_jax.losses import gspo
 from gspo_jax.policy import logprobs_of
+from gspo_jax.sharding import place
 from gspo_jax.types import Batch
 from rollout.types import Group, Trajectory
 
@@ -52,15 +56,21 @@ def rollouts(draw) -> list[list[tuple[bool, Calls]]]:
 
 def build(drawn: list[list[tuple[bool, Calls]]]) -> list[Group]:
     def trajectory(failed: bool, calls: Calls) -> Trajectory:
-        turns = [turn(prompt, ids, [-1e-4 * i for i in ids]) for prompt, ids in calls]
+        turns = [
+            replace(turn(prompt, ids, [-1e-4 * i for i in ids]), versions=tuple(i % 7 for i in ids)) for prompt, ids in calls
+        ]
         return void(*turns) if failed else done(*turns)
 
     return [group(*(trajectory(*member) for member in members), seed=p) for p, members in enumerate(drawn)]
 
 
-def advantages_of(groups: list[Group]) -> list[list[float]]:
-    """A different number for every trajectory."""
-    return [[0.5 + p + 0.1 * m for m in range(len(g.trajectories))] for p, g in enumerate(groups)]
+def advantages_of(groups: list[Group], left_out: int = 0) -> list[list[float | None]]:
+    """A different number for every trajectory; None for every `left_out`-th."""
+    numbers = itertools.count(1)
+    return [
+        [None if left_out and next(numbers) % left_out == 0 else 0.5 + p + 0.1 * m for m in range(len(g.trajectories))]
+        for p, g in enumerate(groups)
+    ]
 
 
 def context(batch: Batch, r: int, t: int) -> list[int]:
@@ -69,28 +79,37 @@ def context(batch: Batch, r: int, t: int) -> list[int]:
     return [int(batch.tokens[r, i]) for i in range(t) if batch.segment_ids[r, i] in {own, prefix} - {0}]
 
 
-def expected_tokens(trajectory: Trajectory) -> dict[int, tuple[list[int], float]]:
-    """Sampled id -> the ids before it (prompt and completion so far) and its log-probability, straight from the turns."""
+def expected_tokens(trajectory: Trajectory) -> dict[int, tuple[list[int], float, int]]:
+    """Sampled id -> the ids before it (prompt and completion so far), its log-probability and version, from the turns."""
     return {
-        token: ([*t.prompt_ids, *t.completion_ids[:i]], t.logprobs[i])
+        token: ([*t.prompt_ids, *t.completion_ids[:i]], t.logprobs[i], t.versions[i])
         for t in trajectory.turns
         for i, token in enumerate(t.completion_ids)
     }
 
 
 @settings(max_examples=60, deadline=None)
-@given(drawn=rollouts(), mode=st.sampled_from(MODES), rows=st.integers(1, 3), divisor=st.sampled_from([1, 2]))
-def test_every_sampled_token_is_trained_once_in_its_own_context(drawn: list, mode: str, rows: int, divisor: int):
-    """Id, context, parent, position, log-probability and advantage of every trained token; no other token is trained."""
+@given(
+    drawn=rollouts(),
+    mode=st.sampled_from(MODES),
+    rows=st.integers(1, 3),
+    divisor=st.sampled_from([1, 2]),
+    left_out=st.sampled_from([0, 2, 3]),
+)
+def test_every_sampled_token_is_trained_once_in_its_own_context(drawn: list, mode: str, rows: int, divisor: int, left_out: int):
+    """Id, context, parent, position, log-probability, version and advantage of every trained token; no other is trained."""
     groups = build(drawn)
-    advantages = advantages_of(groups)
+    advantages = advantages_of(groups, left_out)
     everyone = [(t, a) for g, row in zip(groups, advantages, strict=True) for t, a in zip(g.trajectories, row, strict=True)]
+    taking = [(t, a) for t, a in everyone if t.status != "void" and a is not None]
     minibatch = len(groups[0].trajectories) // divisor
     batch = pack(groups, advantages, minibatch, Packing(LENGTH, rows, mode))
     assert len(batch.tokens) == len(everyone) // minibatch
-    for m in range(len(batch.tokens)):
-        members = [(t, a) for t, a in everyone[m * minibatch : (m + 1) * minibatch] if t.status != "void"]
-        assert batch.trajectories[m].sum() == len(members)
+    counts = batch.trajectories.sum(1).astype(int)
+    assert counts.sum() == len(taking)
+    assert counts.max() - counts.min() <= 1
+    for m, start in enumerate(np.cumsum(counts) - counts):
+        members = taking[start : start + counts[m]]
         expected = {k: (*v, a) for t, a in members for k, v in expected_tokens(t).items()}
         owner = {k: i for i, (t, _) in enumerate(members) for k in expected_tokens(t)}
         found: dict[int, int] = {}
@@ -99,7 +118,7 @@ def test_every_sampled_token_is_trained_once_in_its_own_context(drawn: list, mod
             part = micro(batch, m, u)
             for r, t in np.argwhere(part.loss_mask):
                 token = int(part.tokens[r, t])
-                before, logprob, advantage = expected[token]
+                before, logprob, version, advantage = expected[token]
                 found[token] = found.get(token, 0) + 1
                 places.setdefault(owner[token], set()).add((u, int(part.trajectory_ids[r, t])))
                 assert context(part, r, t) == before
@@ -107,6 +126,7 @@ def test_every_sampled_token_is_trained_once_in_its_own_context(drawn: list, mod
                 assert part.tokens[r, part.parents[r, t]] == before[-1]
                 assert part.positions[r, part.parents[r, t]] == len(before) - 1
                 assert part.behavior_logprobs[r, t] == np.float32(logprob)
+                assert part.versions[r, t] == version
                 assert part.advantages[r, t] == np.float32(advantage)
         assert found == dict.fromkeys(expected, 1)
         assert all(len(x) == 1 for x in places.values())
@@ -117,27 +137,30 @@ def test_every_sampled_token_is_trained_once_in_its_own_context(drawn: list, mod
 @given(drawn=rollouts(), mode=st.sampled_from(MODES))
 def test_cells_without_a_trained_token_are_empty_and_finite(drawn: list, mode: str):
     groups = build(drawn)
-    batch = pack(groups, advantages_of(groups), 2, Packing(LENGTH, 2, mode))
+    batch = pack(groups, advantages_of(groups, 3), 2, Packing(LENGTH, 2, mode))
     untrained = ~np.asarray(batch.loss_mask)
-    for x in (batch.trajectory_ids, batch.advantages, batch.behavior_logprobs):
+    for x in (batch.trajectory_ids, batch.advantages, batch.behavior_logprobs, batch.versions):
         assert not np.asarray(x)[untrained].any()
     for name, x in batch._asdict().items():
         assert x is None or np.isfinite(x).all(), name
     padding = np.asarray(batch.segment_ids) == 0
     for x in (batch.tokens, batch.positions, batch.prefix_ids, batch.parents):
         assert not np.asarray(x)[padding].any()
-    assert batch.proximal_logprobs is None
+    assert [batch.proximal_logprobs, batch.reference_logprobs, batch.weights, batch.entropy] == [None] * 4
     micros = batch.tokens.shape[1]
     assert micros & (micros - 1) == 0
 
 
 def test_turn_that_extends_the_last_continues_its_segment():
     """Observation tokens lie between the turns, untrained; ids are the recorded ones."""
-    two = done(turn([1, 2], [3, 4], [-0.1, -0.2]), turn([1, 2, 3, 4, 5, 6], [7], [-0.3]))
-    (segment,) = segments_of(two, 1.0, 1)
+    first, second = turn([1, 2], [3, 4], [-0.1, -0.2]), turn([1, 2, 3, 4, 5, 6], [7], [-0.3])
+    two = done(replace(first, versions=(4, 5)), replace(second, versions=(6,)))
+    (segment,) = segments_of(two, [0.5, -2.0], 1)
     assert segment.tokens == (1, 2, 3, 4, 5, 6, 7)
     assert segment.trained == (False, False, True, True, False, False, True)
     assert segment.logprobs == (0, 0, -0.1, -0.2, 0, 0, -0.3)
+    assert segment.advantages == (0, 0, 0.5, 0.5, 0, 0, -2.0)
+    assert segment.versions == (0, 0, 4, 5, 0, 0, 6)
     assert segment.prefix == 2
 
 
@@ -202,6 +225,107 @@ def test_batch_of_void_trajectories_is_empty():
     batch = pack([group(void(turn([1], [2])), void())], [[0.0, 0.0]], 2, Packing(8, 2))
     assert batch.tokens.shape == (1, 1, 2, 8)
     assert not any(np.any(x) for x in batch if x is not None)
+
+
+# Advantages of parts
+
+
+def advantages_by_token(batch: Batch) -> dict[int, float]:
+    """Advantage of every trained token by its id."""
+    return dict(zip(batch.tokens[batch.loss_mask].tolist(), batch.advantages[batch.loss_mask].tolist(), strict=True))
+
+
+CONTINUED = done(turn([1, 2], [10, 11]), turn([1, 2, 10, 11, 5], [12]), turn([1, 2, 10, 11, 5, 12, 6], [13, 14, 15]))
+REWRITTEN = done(turn([1, 2], [20, 21]), turn([7, 8], [22]), turn([7, 8, 22, 9], [23, 24, 25]))
+SHORT = done(turn([1, 2], [30, 31, 32]))
+PARTS = ((10, 11), (12,), (13, 14, 15)), ((20, 21), (22,), (23, 24, 25)), ((30, 31, 32),)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_advantages_of_turns_land_on_the_turns_tokens(mode: str):
+    """One segment of three turns, two segments, and a prompt shared with a trajectory of one turn."""
+    given = [[1.0, -2.0, 3.0], [4.0, 5.0, -6.0], [7.0]]
+    members = [CONTINUED, REWRITTEN, SHORT]
+    expected = {t: a for part, row in zip(PARTS, given, strict=True) for ids, a in zip(part, row, strict=True) for t in ids}
+    assert advantages_by_token(pack([group(*members)], [given], 3, Packing(16, 2, mode))) == expected
+    given[2] = 7.0  # pyright: ignore
+    assert advantages_by_token(pack([group(*members)], [given], 3, Packing(16, 2, mode))) == expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_advantages_of_tokens_land_on_their_tokens(mode: str):
+    given = [np.array([token / 4 for ids in part for token in ids]) for part in PARTS]
+    batch = pack([group(CONTINUED, REWRITTEN, SHORT)], [given], 3, Packing(16, 2, mode))
+    assert advantages_by_token(batch) == {token: token / 4 for part in PARTS for ids in part for token in ids}
+
+
+def test_any_other_number_of_advantages_is_refused_with_the_numbers():
+    for wrong in ([1.0, 2.0], [1.0] * 6, [], np.ones(3), np.ones(7)):
+        count = "6 tokens" if isinstance(wrong, np.ndarray) else "3 turns"
+        with pytest.raises(ValueError, match=rf"{len(wrong)} advantages for a trajectory of {count}: one per {count[2:-1]}"):
+            pack([group(CONTINUED)], [[wrong]], 1, Packing(16))
+    with pytest.raises(ValueError, match="argument"):
+        pack([group(CONTINUED, SHORT)], [[1.0]], 2, Packing(16))
+
+
+# Who takes part
+
+
+def test_those_that_take_part_are_spread_evenly_over_the_steps():
+    """A filtered minibatch was small, or empty, while others were full: steps of unequal noise, or of none."""
+    groups = [group(*(done(turn([1], [10 * g + m + 2])) for m in range(4)), seed=g) for g in range(4)]
+    advantages: list[list[float | None]] = [[None] * 4, [1.0, None, 2.0, 3.0], [None] * 4, [4.0, 5.0, 6.0, None]]
+    batch = pack(groups, advantages, 4, Packing(4, 1, "padded"))
+    assert batch.trajectories.sum(1).tolist() in ([1, 2, 1, 2], [2, 1, 2, 1], [2, 2, 1, 1], [1, 1, 2, 2])
+    order = [t for m in range(4) for t in batch.tokens[m][batch.loss_mask[m]].tolist()]
+    assert order == [12, 14, 15, 32, 33, 34]
+    few = pack(groups, [[None] * 4, [None] * 4, [None] * 4, [None, None, None, 1.0]], 4, Packing(4, 1, "padded"))
+    assert sorted(few.trajectories.sum(1).tolist()) == [0, 0, 0, 1]
+
+
+def test_nobody_takes_part_is_an_empty_batch():
+    batch = pack([group(done(turn([1], [2])), done(turn([1], [3])))], [[None, None]], 1, Packing(8, 2))
+    assert batch.tokens.shape == (2, 1, 2, 8)
+    assert not any(np.any(x) for x in batch if x is not None)
+
+
+def test_alg_14_seven_of_eight_give_the_update_of_the_seven():
+    """Eight rows on a mesh of four, one of them filtered out: the empty row pads, and neither count nor gradient sees it."""
+    rng = np.random.default_rng(0)
+    members = [done(turn([1, 2, i + 3], rng.integers(1, 30, n).tolist())) for i, n in enumerate((1, 5, 2, 4, 3, 5, 1, 2))]
+    advantages = rng.standard_normal(8).tolist()
+    filtered = pack([group(*members)], [[*advantages[:3], None, *advantages[4:]]], 8, Packing(8, 8, "padded"))
+    seven = pack([group(*members[:3], *members[4:])], [[*advantages[:3], *advantages[4:]]], 7, Packing(8, 7, "padded"))
+    assert (filtered.tokens.shape[2], seven.tokens.shape[2]) == (8, 7)
+    assert filtered.trajectories.tolist() == seven.trajectories.tolist() == [[7]]
+    table = {"table": jnp.asarray(rng.standard_normal((40, 40)), jnp.float32)}
+
+    @jax.jit
+    def part(params, batch: Batch):
+        def loss(params):
+            before = jnp.take_along_axis(batch.tokens, batch.parents, 1)
+            every = jax.nn.log_softmax(params["table"][before], -1)
+            found = jnp.take_along_axis(every, batch.tokens[..., None], -1)[..., 0]
+            old = jax.lax.stop_gradient(found) + 1e-3 * jnp.sin(batch.tokens.astype(jnp.float32))
+            mean, _ = gspo(found, batch._replace(proximal_logprobs=old))
+            return mean.value, mean.count
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (expected, count), grads = part(table, micro(seven))
+    placement = place(4)
+    (loss, same), found = part(placement.state(table), jax.tree.map(lambda x: x[0, 0], placement.batch(filtered)))
+    assert count == same == 7
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    np.testing.assert_allclose(found["table"], grads["table"], rtol=1e-5, atol=1e-8)
+    assert np.abs(grads["table"]).max() > 1e-3
+    for x, y in zip(micro(filtered), micro(seven), strict=True):
+        if np.ndim(x) == 2:
+            np.testing.assert_array_equal(x[:7], y)
+            assert not np.any(x[7])
+
+
+# One number whatever the layout
 
 
 @pytest.fixture(scope="module")

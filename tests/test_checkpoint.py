@@ -18,8 +18,9 @@ from gspo_jax import checkpoint, runlog
 from gspo_jax.checkpoint import CheckpointError
 from gspo_jax.commands import run_command
 from gspo_jax.config import load_config
-from gspo_jax.train import Watcher, train
+from gspo_jax.train import train
 from gspo_jax.types import TrainState
+from gspo_jax.watcher import Watcher
 
 pytest_plugins = ("helpers_train",)
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from gspo_jax.config import parse_config
 from gspo_jax.display import open_display
 from gspo_jax.evaluate import Evaluation
-from gspo_jax.train import Step
+from gspo_jax.watcher import Step
 
 CONFIG = parse_config(
     {

@@ -301,7 +301,8 @@ def test_alg_09_nothing_to_learn_moves_nothing():
         assert_same_bits((after.params, after.opt_state), (state.params, state.opt_state))
         assert (metrics["optimizer/empty"], metrics["optimizer/skipped"], metrics["policy/loss"]) == (4, 0, 0)
         assert int(after.skipped) == 0
-        assert all(math.isfinite(x) for x in metrics.values())
+        unmeasured = {name for name, x in metrics.items() if not math.isfinite(x)}
+        assert all(name.startswith(("policy/ratio_m", "mismatch/", "staleness/logprob")) for name in unmeasured)
 
 
 def test_state_is_donated():

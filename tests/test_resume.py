@@ -11,7 +11,8 @@ import pytest
 from helpers_train import STEPS, Commands, Finished, child, config_file, config_of, events, lines
 
 from gspo_jax import replay
-from gspo_jax.train import Watcher, train
+from gspo_jax.train import train
+from gspo_jax.watcher import Watcher
 from rollout.task import Task
 from rollout.types import Trajectory
 

@@ -11,7 +11,8 @@ from helpers_train import GROUPS, MEMBERS, STEPS, Commands, Finished, config_fil
 
 from gspo_jax.config import resolved
 from gspo_jax.policy import load_policy
-from gspo_jax.train import Step, train
+from gspo_jax.train import train
+from gspo_jax.watcher import Step
 from rollout.task import Task
 
 pytest_plugins = ("helpers_train",)

@@ -1,0 +1,192 @@
+"""From groups to what is learned from: shaped rewards, advantages, and which trajectories take part."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gspo_jax import advantages as of
+from gspo_jax.batch import Advantage, token_advantages
+from gspo_jax.objective import advantage_name
+from gspo_jax.sections import Algorithm
+from rollout.types import Group, Trajectory
+
+type Penalties = Sequence[Sequence[Sequence[float]]]
+"""What is taken off the reward at every sampled token, by group and member: the KL to the reference, times its weight."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """One entry per group and member. A void trajectory has no reward; an advantage of None takes no part in the update."""
+
+    rewards: tuple[tuple[float | None, ...], ...]
+    advantages: tuple[tuple[Advantage, ...], ...]
+
+
+def signal(algorithm: Algorithm, groups: Sequence[Group], max_tokens: int, penalties: Penalties | None = None) -> Signal:
+    """Rewards as trained and advantages of a step. Cut trajectories that are masked still count in their group's baseline."""
+    rewards = shaped_rewards(algorithm, groups, max_tokens, penalties)
+    found = _advantages(algorithm, groups, rewards, penalties)
+    dropped = algorithm.flat_groups != "keep"
+    rows = []
+    for group, row in zip(groups, found, strict=True):
+        gone = dropped and is_flat(group, algorithm.correctness)
+        cut = [algorithm.overlong == "mask" and t.status == "cut" for t in group.trajectories]
+        rows.append(tuple(None if gone or c else a for a, c in zip(row, cut, strict=True)))
+    return Signal(tuple(tuple(row) for row in rewards), tuple(rows))
+
+
+def shaped_rewards(
+    algorithm: Algorithm, groups: Sequence[Group], max_tokens: int, penalties: Penalties | None
+) -> list[list[float | None]]:
+    """The task app's rewards, less DAPO's penalty on long completions and the KL to the reference where asked for."""
+    out = []
+    for g, group in enumerate(groups):
+        row: list[float | None] = []
+        for m, t in enumerate(group.trajectories):
+            if t.reward is None:
+                row.append(None)
+                continue
+            kl = sum(penalties[g][m]) if penalties else 0.0
+            row.append(t.reward + soft_overlong(longest(t), max_tokens, algorithm.overlong_buffer) - kl)
+        out.append(row)
+    return out
+
+
+def soft_overlong(length: int, max_tokens: int, buffer: int) -> float:
+    """DAPO's soft overlong punishment (arXiv 2503.14476): 0 up to `max_tokens - buffer`, falling to -1 at `max_tokens`."""
+    if buffer == 0 or length <= max_tokens - buffer:
+        return 0.0
+    return max((max_tokens - buffer - length) / buffer, -1.0)
+
+
+def longest(trajectory: Trajectory) -> int:
+    """Tokens of its longest completion."""
+    return max((len(turn.completion_ids) for turn in trajectory.turns), default=0)
+
+
+def is_flat(group: Group, correctness: str | None) -> bool:
+    """True when nothing can be learned from the group: fewer than two results, or all equal, before any shaping.
+
+    `correctness` names the task app's metric to look at; None is the reward. ValueError when a trajectory lacks it.
+    """
+    return flat_value(group, correctness) is not None or len(_results(group, correctness)) < 2
+
+
+def flat_value(group: Group, correctness: str | None) -> float | None:
+    """The one result of a flat group with at least two, else None."""
+    results = _results(group, correctness)
+    return results[0] if len(results) > 1 and max(results) == min(results) else None
+
+
+def choose(groups: Sequence[Group], count: int, correctness: str | None) -> tuple[Group, ...]:
+    """`count` of the groups, in order: those with a difference first."""
+    mixed = [g for g in groups if not is_flat(g, correctness)]
+    flat = [g for g in groups if is_flat(g, correctness)]
+    return tuple((mixed + flat)[:count])
+
+
+def sampled_tokens(groups: Sequence[Group]) -> list[list[np.ndarray]]:
+    """A number of its own for every sampled token of a step, from 0, by group and member; float32 can tell 2^24 apart."""
+    out, start = [], 0
+    for group in groups:
+        row = []
+        for t in group.trajectories:
+            size = sum(len(turn.completion_ids) for turn in t.turns)
+            row.append(np.arange(start, start + size, dtype=np.float64))
+            start += size
+        out.append(row)
+    if start > 2**24:
+        raise ValueError(f"{start} sampled tokens in one step are more than the {2**24} that float32 can number")
+    return out
+
+
+def _results(group: Group, correctness: str | None) -> list[float]:
+    alive = [t for t in group.trajectories if t.reward is not None]
+    if correctness is None:
+        return [t.reward for t in alive if t.reward is not None]
+    for t in alive:
+        if correctness not in t.metrics:
+            raise _missing("correctness", correctness, t)
+    return [t.metrics[correctness] for t in alive]
+
+
+def _advantages(
+    algorithm: Algorithm, groups: Sequence[Group], rewards: list[list[float | None]], penalties: Penalties | None
+) -> list[list[Advantage]]:
+    name = advantage_name(algorithm)
+    lengths = [[sum(len(turn.completion_ids) for turn in t.turns) for t in group.trajectories] for group in groups]
+    if algorithm.credit == "turn":
+        return [list(of.turns(_turn_rewards(group, row), normalize=name == "group_std"))
+                for group, row in zip(groups, rewards, strict=True)]  # fmt: skip
+    if name == "batch_std":
+        return of.batch_std(rewards)  # pyright: ignore[reportReturnType]
+    if name == "per_reward":
+        parts = [[_components(group, part) for group in groups] for part in algorithm.reward_weights]
+        return of.per_reward(parts, list(algorithm.reward_weights.values()))  # pyright: ignore[reportReturnType]
+    if name == "reinforce_pp_baseline":
+        return of.reinforce_pp_baseline(rewards, lengths)  # pyright: ignore[reportReturnType]
+    if name == "reinforce_pp":
+        tokens = of.reinforce_pp(_token_rewards(algorithm, groups, rewards, penalties))
+        return [[np.array(row) if row else 0.0 for row in group] for group in tokens]
+    if name == "length_weighted":
+        return [list(of.length_weighted(row, n)) for row, n in zip(rewards, lengths, strict=True)]
+    one = {"group_std": of.group_std, "group_mean": of.group_mean, "leave_one_out": of.leave_one_out}[name]
+    return [list(one(row)) for row in rewards]
+
+
+def _turn_rewards(group: Group, rewards: Sequence[float | None]) -> list[list[float] | None]:
+    """The task app's rewards per turn, or else the trajectory's on its last turn, where shaping falls too."""
+    out: list[list[float] | None] = []
+    for t, reward in zip(group.trajectories, rewards, strict=True):
+        if reward is None or t.reward is None:
+            out.append(None)
+        elif t.turn_rewards is None:
+            out.append([0.0] * (len(t.turns) - 1) + [reward])
+        else:
+            out.append([*t.turn_rewards[:-1], t.turn_rewards[-1] + reward - t.reward])
+    return out
+
+
+def _token_rewards(
+    algorithm: Algorithm, groups: Sequence[Group], rewards: list[list[float | None]], penalties: Penalties | None
+) -> list[list[list[float] | None]]:
+    """Minus the penalty at every sampled token, and the rest of the reward on the last one."""
+    out = []
+    for g, (group, row) in enumerate(zip(groups, rewards, strict=True)):
+        members: list[list[float] | None] = []
+        for m, (t, reward) in enumerate(zip(group.trajectories, row, strict=True)):
+            if reward is None:
+                members.append(None)
+                continue
+            size = sum(len(turn.completion_ids) for turn in t.turns)
+            off = list(penalties[g][m]) if penalties else [0.0] * size
+            tokens = [-x for x in off]
+            if tokens:
+                tokens[-1] += reward + sum(off)
+            members.append(tokens)
+        out.append(members)
+    return out
+
+
+def _missing(key: str, name: str, trajectory: Trajectory) -> ValueError:
+    reported = ", ".join(trajectory.metrics) or "none"
+    return ValueError(f"algorithm.{key}: the task app reported no metric {name!r}; it reported {reported}")
+
+
+def _components(group: Group, name: str) -> list[float | None]:
+    for t in group.trajectories:
+        if t.reward is not None and name not in t.metrics:
+            raise _missing("reward_weights", name, t)
+    return [None if t.reward is None else t.metrics[name] for t in group.trajectories]
+
+
+def flatten(advantages: Sequence[Sequence[Advantage]], groups: Sequence[Group]) -> list[float]:
+    """The mean advantage of every trajectory that takes part, over its sampled tokens."""
+    means = []
+    for group, row in zip(groups, advantages, strict=True):
+        for t, a in zip(group.trajectories, row, strict=True):
+            if t.status != "void" and a is not None:
+                values = [x for turn in token_advantages(t, a) for x in turn]
+                means.append(sum(values) / max(len(values), 1))
+    return means

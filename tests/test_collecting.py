@@ -1,0 +1,199 @@
+"""Dynamic sampling: bounded rounds, no problem and no key twice, and one message when there is nothing to learn from."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from gspo_jax.batch import Packing, pack
+from gspo_jax.collecting import collect
+from gspo_jax.config import parse_config
+from gspo_jax.rollouts import Rollouts, training_problems
+from gspo_jax.sections import Config
+from gspo_jax.signal import is_flat, signal
+from rollout.types import Group, Problem, Trajectory, Turn
+
+COUNT, MEMBERS = 4, 2
+BASE = {
+    "model": {"base": "tiny", "trainer_mode": "full"},
+    "rollout": {"episodes_per_batch": COUNT * MEMBERS},
+    "training": {"iterations_per_epoch": 9, "group_size": MEMBERS, "learning_rate": 1e-6},
+}
+FLAT, MIXED = (1.0, 1.0), (0.0, 1.0)
+REFILL = ("algorithm.flat_groups=refill", "algorithm.refill_rounds=3")
+
+
+def config_of(*overrides: str) -> Config:
+    return parse_config(BASE, overrides)[0]
+
+
+class FakeRollouts(Rollouts):
+    """Answers every problem with the rewards `answer(problem, asked)` says; remembers what it was asked for."""
+
+    def __init__(self, answer: Callable[[Problem, int], tuple[float | None, ...]], size: int | None = None) -> None:
+        self.__dict__.update(answer=answer, sizes={"train": size} if size else {}, calls=[], keys=[])
+
+    async def collect(self, problems, group_size, *, step, branch=0, first=0, on_done=None):
+        self.calls.append((step, branch, first, tuple(problems)))
+        groups = []
+        for i, problem in enumerate(problems):
+            rewards = self.answer(problem, len(self.keys))
+            assert len(rewards) == group_size
+            self.keys.append((step, first + i))
+            groups.append(Group(problem, tuple(trajectory(r, m) for m, r in enumerate(rewards))))
+            for t in groups[-1].trajectories if on_done else ():
+                on_done(i, t)
+        return tuple(groups)
+
+    @property
+    def asked(self) -> list[int]:
+        """Problems of each round."""
+        return [len(problems) for _, _, _, problems in self.calls]
+
+    @property
+    def problems(self) -> list[Problem]:
+        return [problem for call in self.calls for problem in call[-1]]
+
+
+def trajectory(reward: float | None, number: int = 0) -> Trajectory:
+    turn = Turn((1, 2), (3, 4 + number), (-1.0, -1.0), (0, 0), "stop")
+    metrics = {} if reward is None else {"right": float(reward > 0.5)}
+    return Trajectory((turn,), reward, "void" if reward is None else "done", member=number, metrics=metrics)
+
+
+def script(*rewards: tuple[float | None, ...]) -> Callable[[Problem, int], tuple[float | None, ...]]:
+    """The given rewards in the order of asking, the last one from then on."""
+    return lambda problem, asked: rewards[min(asked, len(rewards) - 1)]
+
+
+def collected(config: Config, rollouts: FakeRollouts, step: int = 0, on_rollout=lambda t: None):
+    return asyncio.run(collect(config, rollouts, step, on_rollout))
+
+
+def seeds(groups) -> list[int]:
+    return [g.problem.seed for g in groups]
+
+
+@pytest.mark.parametrize("how", ["keep", "skip"])
+@pytest.mark.parametrize("rewards", [FLAT, MIXED])
+def test_without_refill_there_is_one_round(how, rewards):
+    """Flat groups cost no further rollouts unless they are asked for."""
+    config, rollouts = config_of(f"algorithm.flat_groups={how}"), FakeRollouts(script(rewards))
+    groups, metrics, message = collected(config, rollouts, step=2)
+    assert rollouts.calls == [(2, 0, 0, tuple(training_problems(config, {}, 2, COUNT)))]
+    assert seeds(groups) == [8, 9, 10, 11]
+    assert (metrics, message) == ({"group/flat_fraction": float(rewards == FLAT), "group/sampled": 4.0}, None)
+
+
+def test_a_full_first_round_needs_no_refill():
+    groups, metrics, message = collected(config_of(*REFILL), rollouts := FakeRollouts(script(MIXED)))
+    assert (rollouts.asked, seeds(groups), message) == ([4], [0, 1, 2, 3], None)
+    assert metrics == {"group/flat_fraction": 0.0, "group/sampled": 4.0, "group/refill_rounds": 0.0}
+
+
+def test_each_round_asks_for_what_is_missing():
+    """Three of four flat, then two of three, then the last two mixed: 4 + 3 + 2 groups for a step of 4."""
+    answers = [FLAT, MIXED, FLAT, FLAT, FLAT, FLAT, MIXED, MIXED, MIXED]
+    groups, metrics, message = collected(config_of(*REFILL), rollouts := FakeRollouts(script(*answers)))
+    assert rollouts.asked == [4, 3, 2]
+    assert message is None
+    mixed = [problem.seed for problem, rewards in zip(rollouts.problems, answers, strict=True) if rewards == MIXED]
+    assert seeds(groups) == mixed
+    assert metrics == {
+        "group/flat_fraction": pytest.approx(5 / 9),
+        "group/sampled": 9.0,
+        "group/refill_rounds": 2.0,
+    }
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+@pytest.mark.parametrize("size", [None, 48])
+def test_rounds_are_bounded_and_repeat_no_problem_and_no_key(rounds, size):
+    """A repeated key would sample the same tokens again; a repeated problem would count its group twice."""
+    config = config_of("algorithm.flat_groups=refill", f"algorithm.refill_rounds={rounds}")
+    rollouts = FakeRollouts(script(FLAT), size)
+    for step in range(2):
+        collected(config, rollouts, step)
+    assert rollouts.asked == [COUNT] * 2 * (1 + rounds)
+    assert len(set(rollouts.keys)) == len(rollouts.keys) == 2 * COUNT * (1 + rounds)
+    assert len({p.seed for p in rollouts.problems}) == len(rollouts.keys)  # within an epoch: 48 problems are enough
+
+
+def test_keys_do_not_repeat_when_rounds_ask_for_fewer():
+    answers = [MIXED, FLAT, FLAT, FLAT, MIXED, FLAT, FLAT, FLAT, MIXED]
+    collected(config_of(*REFILL), rollouts := FakeRollouts(script(*answers)))
+    assert rollouts.asked == [4, 3, 2, 1]
+    assert len(set(rollouts.keys)) == len({p.seed for p in rollouts.problems}) == 10
+
+
+@pytest.mark.parametrize(("short", "then"), [("train", "training on 0 of 2"), ("stop", "stopping")])
+def test_alg_13_a_task_that_always_pays_ends_with_one_message(short, then):
+    """The filter looped for ever, or crashed without a word: 2 + 3 * 2 groups, then a message with the counts."""
+    config = config_of(*REFILL, f"algorithm.refill_short={short}", "rollout.episodes_per_batch=4")
+    rollouts = FakeRollouts(script(FLAT))
+    groups, metrics, message = collected(config, rollouts)
+    assert rollouts.asked == [2, 2, 2, 2]
+    assert message.startswith(f"8/8 groups are flat (8 all 1) after 3 rounds of new problems: {then}. ")
+    assert "algorithm.refill_rounds" in message
+    assert "\n" not in message
+    assert seeds(groups) == [0, 1]
+    assert metrics == {"group/flat_fraction": 1.0, "group/sampled": 8.0, "group/refill_rounds": 3.0}
+    taken = signal(config.algorithm, groups, 8).advantages
+    batch = pack(groups, taken, 2, Packing(8))
+    assert (batch.trajectories.sum(), batch.loss_mask.any()) == (0, False)
+
+
+def test_what_is_missing_is_filled_with_flat_groups_that_take_no_part():
+    """The step keeps its shape; only what can be learned from is learned from."""
+    answers = [FLAT, MIXED, (0.0, 0.0), FLAT, FLAT, FLAT, MIXED, FLAT]
+    config = config_of("algorithm.flat_groups=refill", "algorithm.refill_rounds=1")
+    groups, _, message = collected(config, rollouts := FakeRollouts(script(*answers)))
+    assert rollouts.asked == [4, 3]
+    assert seeds(groups) == [1, rollouts.problems[6].seed, 0, 2]
+    assert "5/7 groups are flat (4 all 1, 1 all 0) after 1 round of new problems" in message
+    assert "training on 2 of 4" in message
+    advantages = signal(config.algorithm, groups, 8).advantages
+    assert [all(a is None for a in row) for row in advantages] == [False, False, True, True]
+    assert pack(groups, advantages, 4, Packing(8)).trajectories.sum(1).tolist() == [2, 2]
+
+
+def test_failures_are_no_difference():
+    """A group with one survivor has no baseline; it is replaced like a flat one."""
+    answers = [(None, 1.0), (None, None), MIXED]
+    groups, metrics, message = collected(config_of(*REFILL), rollouts := FakeRollouts(script(*answers)))
+    assert rollouts.asked == [4, 2]
+    assert message is None
+    assert not any(is_flat(g, None) for g in groups)
+    assert metrics["group/flat_fraction"] == pytest.approx(2 / 6)
+
+
+def test_correctness_decides_what_is_refilled():
+    """Partial credit differs, correctness does not: 0.1 and 0.2 are both wrong."""
+    answers, config = [(0.1, 0.2), MIXED], config_of(*REFILL, "algorithm.correctness=right")
+    collected(config, rollouts := FakeRollouts(script(*answers)))
+    assert rollouts.asked == [4, 1]
+    collected(config_of(*REFILL), rollouts := FakeRollouts(script(*answers)))
+    assert rollouts.asked == [4]
+
+
+@pytest.mark.parametrize("size", [None, 40])
+def test_a_step_asks_for_the_same_problems_whatever_came_before(size):
+    """A resumed run plays the problems that the unbroken one plays, whatever earlier steps had to refill."""
+    config = config_of(*REFILL)
+    steady, shaky = FakeRollouts(script(MIXED), size), FakeRollouts(script(FLAT), size)
+    for step in range(3):
+        collected(config, steady, step)
+        collected(config, shaky, step)
+    fresh = FakeRollouts(script(FLAT), size)
+    collected(config, fresh, 2)
+    assert fresh.calls == shaky.calls[-4:]
+    assert steady.calls == [shaky.calls[4 * step] for step in range(3)]
+    assert steady.calls[1] != steady.calls[2]
+
+
+def test_every_trajectory_of_every_round_is_told():
+    told: list[Trajectory] = []
+    collected(config_of(*REFILL), rollouts := FakeRollouts(script(FLAT, FLAT, MIXED)), on_rollout=told.append)
+    assert rollouts.asked == [4, 2]
+    assert len(told) == 6 * MEMBERS
+    assert [t.reward for t in told[:4]] == [1.0] * 4
