@@ -65,7 +65,7 @@ def reinforce_pp_baseline(
 
 
 def per_reward(components: Sequence[Sequence[Rewards]], weights: Sequence[float], *, eps: float = EPSILON) -> list[list[float]]:
-    """GDPO (arXiv 2601.05242): each reward normalised over its group, weighted, summed, then normalised over the batch.
+    """GDPO (arXiv 2601.05242): each reward normalized over its group, weighted, summed, then normalized over the batch.
 
     `components[k][g]` are the k-th rewards of group g. A trajectory that lacks any of them takes part in none.
     """
@@ -90,9 +90,9 @@ def per_reward(components: Sequence[Sequence[Rewards]], weights: Sequence[float]
 def turns(turn_rewards: Sequence[Sequence[float] | None], *, eps: float = EPSILON, normalize: bool = True) -> list[list[float]]:
     """Advantages per turn from rewards per turn of one group, for objectives with token advantages.
 
-    The reward still to come at turn k, minus its mean over the group (0 for a trajectory that has ended), divided by the std
-    of the trajectories' sums. At the first turn this is `group_std` of the sums; with the whole reward on the last turn, of
-    trajectories of equally many turns, it is so at every turn.
+    The reward still to come at turn k, minus its mean over the group (0 for a trajectory that has ended), divided by the
+    largest std of any turn, the first of which is that of the trajectories' sums. With the whole reward on the last turn, of
+    trajectories of equally many turns, this is `group_std` of the sums at every turn.
     """
     sums = [None if r is None else float(np.sum(r)) for r in turn_rewards]
     scored = _scored(sums)
@@ -107,7 +107,7 @@ def turns(turn_rewards: Sequence[Sequence[float] | None], *, eps: float = EPSILO
     noise = 1e-12 * max(float(np.sum(np.abs(r))) for r in turn_rewards if r is not None)  # of summing in another order
     flat = np.ptp(togo[alive], 0) <= noise
     centered = np.where(flat, 0.0, togo - togo[alive].mean(0))
-    scale = scored.std(ddof=1) + eps if normalize and np.ptp(scored) > noise else 1.0
+    scale = centered[alive].std(0, ddof=1).max() + eps if normalize else 1.0
     return [[] if r is None else (centered[i, : len(r)] / scale).tolist() for i, r in enumerate(turn_rewards)]
 
 

@@ -11,23 +11,36 @@ import optax
 from gspo_jax.batch import Packing, pack
 from gspo_jax.config import ConfigError, row_length
 from gspo_jax.config_report import minibatch_size, minibatches, total_steps
-from gspo_jax.kl import ESTIMATORS
+from gspo_jax.digest import batch_digest
+from gspo_jax.kl import ESTIMATORS, k3
 from gspo_jax.learner import Learner, learner, score_batch
 from gspo_jax.objective import build_objective
 from gspo_jax.policy import Policy, logprobs_of
 from gspo_jax.sections import Config
 from gspo_jax.sharding import Placement
-from gspo_jax.signal import Penalties, Signal, sampled_tokens, signal
+from gspo_jax.signal import Penalties, Signal, numbered, signal
 from gspo_jax.types import Batch, Params
 from rollout.types import Group
+
+
+class Prepared(NamedTuple):
+    """What a step learns from."""
+
+    batch: Batch
+    """In its place on the devices."""
+    signal: Signal
+    digest: str
+    """Of the batch on the host, before anything is computed of it."""
+    metrics: dict[str, float | None]
+    """What was measured on the way."""
 
 
 class Trainer(NamedTuple):
     """What turns consumed groups into a step: training and `replay` share it, so they compute the same bits."""
 
     learner: Learner
-    batch: Callable[[Sequence[Group], Params], tuple[Batch, Signal]]
-    """Groups and the parameters before the step to the placed batch of the step."""
+    batch: Callable[[Sequence[Group], Params], Prepared]
+    """Groups and the parameters before the step to the batch of the step."""
 
 
 def check_capabilities(config: Config) -> None:
@@ -56,15 +69,17 @@ def build_trainer(config: Config, policy: Policy, placement: Placement, start: P
     score = jax.jit(lambda params, batch: score_batch(logprobs, params, batch))
     reference = placement.state(jax.tree.map(jnp.copy, start)) if algorithm.kl_beta > 0 else None
 
-    def batch(groups: Sequence[Group], params: Params) -> tuple[Batch, Signal]:
-        penalties = None
+    def batch(groups: Sequence[Group], params: Params) -> Prepared:
+        penalties, metrics = None, {}
         if reference is not None and algorithm.kl_in == "reward":
-            penalties = _penalties(config, groups, lambda b: (score(params, b), score(reference, b)), placement)
+            penalties, mean = _penalties(config, groups, lambda b: (score(params, b), score(reference, b)), placement)
+            metrics["policy/kl_reference"] = mean
         found = signal(algorithm, groups, config.policy.max_tokens, penalties)
-        placed = placement.batch(_pack(config, groups, found.advantages))
+        packed = _pack(config, groups, found.advantages)
+        placed = placement.batch(packed)
         if objective.reference:
             placed = placed._replace(reference_logprobs=score(reference, placed))
-        return placed, found
+        return Prepared(placed, found, batch_digest(packed), metrics)
 
     return Trainer(learn, batch)
 
@@ -74,18 +89,24 @@ def _pack(config: Config, groups: Sequence[Group], advantages: Sequence) -> Batc
     return pack(groups, advantages, minibatch_size(config), packing)
 
 
-def _penalties(config: Config, groups: Sequence[Group], score: Callable, placement: Placement) -> Penalties:
-    """`kl_beta` times the KL estimate at every sampled token, by group and member.
+def _penalties(
+    config: Config, groups: Sequence[Group], score: Callable, placement: Placement
+) -> tuple[Penalties, float | None]:
+    """`kl_beta` times the KL estimate at every sampled token, by group and member; and the mean of k3.
 
-    The tokens are found again in the packed arrays by the number each carries in the advantages' place.
+    The tokens are found again in the packed arrays by the number each carries in its version's place.
     """
-    numbers = sampled_tokens(groups)
-    batch = _pack(config, groups, numbers)
+    algorithm, marked = config.algorithm, numbered(groups)
+    batch = _pack(config, marked, [[0.0] * len(group.trajectories) for group in groups])
     policy, reference = score(placement.batch(batch))
-    values = config.algorithm.kl_beta * np.asarray(ESTIMATORS[config.algorithm.kl_estimator](policy - reference), np.float64)
-    flat = np.zeros(sum(len(tokens) for row in numbers for tokens in row))
-    flat[batch.advantages[batch.loss_mask].astype(np.int64)] = values[batch.loss_mask]
-    return [[flat[tokens.astype(np.int64)].tolist() for tokens in row] for row in numbers]
+    difference, trained = jnp.asarray(policy) - jnp.asarray(reference), np.asarray(batch.loss_mask)
+    values = algorithm.kl_beta * np.asarray(ESTIMATORS[algorithm.kl_estimator](difference), np.float64)
+    flat = np.zeros(
+        1 + max((n for group in marked for t in group.trajectories for turn in t.turns for n in turn.versions), default=0)
+    )
+    flat[batch.versions[trained]] = values[trained]
+    penalties = [[[flat[n] for turn in t.turns for n in turn.versions] for t in group.trajectories] for group in marked]
+    return penalties, float(np.asarray(k3(difference))[trained].mean()) if trained.any() else None
 
 
 def build_optimizer(config: Config) -> optax.GradientTransformation:

@@ -6,18 +6,24 @@ from collections.abc import Callable, Sequence
 from gspo_jax.config_report import groups as group_count
 from gspo_jax.rollouts import Rollouts, training_problems
 from gspo_jax.sections import Config
-from gspo_jax.signal import choose, flat_value, is_flat
+from gspo_jax.signal import choose, flat_value, is_flat, tokens_of
 from rollout.types import Group, Trajectory
 
 type Collected = tuple[tuple[Group, ...], dict[str, float | None], str | None]
 """As many groups as a step has, what to report about them, and a message when too few of them are mixed."""
 
 
-async def collect(config: Config, rollouts: Rollouts, step: int, on_rollout: Callable[[Trajectory], None]) -> Collected:
+async def collect(
+    config: Config,
+    rollouts: Rollouts,
+    step: int,
+    on_rollout: Callable[[Trajectory], None],
+    on_round: Callable[[Sequence[Group]], None],
+) -> Collected:
     """The groups that step `step` learns from, the mixed ones first if it took several rounds.
 
     Each round asks for as many new problems as mixed groups are missing, at most `algorithm.refill_rounds` times; what then is
-    missing is filled up with flat groups, which take no part in the update.
+    missing is filled up with flat groups, which take no part in the update. `on_round` sees all groups so far, and may raise.
     """
     algorithm, count = config.algorithm, group_count(config)
     groups: list[Group] = []
@@ -27,16 +33,23 @@ async def collect(config: Config, rollouts: Rollouts, step: int, on_rollout: Cal
         groups += await rollouts.collect(
             problems, config.training.group_size, step=step, first=rounds * count, on_done=lambda _, t: on_rollout(t)
         )
+        on_round(groups)
         mixed = sum(not is_flat(group, algorithm.correctness) for group in groups)
         missing = count - mixed
         if algorithm.flat_groups != "refill" or missing <= 0 or rounds == algorithm.refill_rounds:
             break
         rounds += 1
-    metrics: dict[str, float | None] = {"group/flat_fraction": 1 - mixed / len(groups), "group/sampled": float(len(groups))}
     if algorithm.flat_groups != "refill":
-        return tuple(groups), metrics, None
-    message = _short(config, groups, count) if missing > 0 else None
-    return choose(groups, count, algorithm.correctness), metrics | {"group/refill_rounds": float(rounds)}, message
+        return tuple(groups), {}, None
+    everyone = [t for group in groups for t in group.trajectories]
+    metrics: dict[str, float | None] = {
+        "group/sampled": float(len(groups)),
+        "group/sampled_flat_fraction": 1 - mixed / len(groups),
+        "group/refill_rounds": float(rounds),
+        "rollout/void_fraction": sum(t.status == "void" for t in everyone) / len(everyone),
+        "tokens/sampled": float(sum(tokens_of(t) for t in everyone)),
+    }
+    return choose(groups, count, algorithm.correctness), metrics, _short(config, groups, count) if missing > 0 else None
 
 
 def _short(config: Config, groups: Sequence[Group], count: int) -> str:

@@ -15,6 +15,7 @@ from gspo_jax.host import keep_freed_memory
 from gspo_jax.policy import Policy, load_policy
 from gspo_jax.pretrained import ModelNotFoundError
 from gspo_jax.runlog import RunError
+from gspo_jax.signal import SignalError
 from gspo_jax.train import TrainingError
 from gspo_jax.types import Params
 from rollout.client import TaskAppError
@@ -23,7 +24,7 @@ from serving_bridge.chat import ChatError
 from serving_bridge.convert import WeightError
 
 WRONG_INPUT = (ConfigError, RunError, ModelNotFoundError, WeightError, ChatError, TaskFileError)
-FAILED = (TrainingError, CheckpointError, TaskAppError, EvaluationError, OSError)
+FAILED = (TrainingError, SignalError, CheckpointError, TaskAppError, EvaluationError, OSError)
 
 
 def run_command(work: Callable[[], None]) -> int:

@@ -95,7 +95,7 @@ def parse_config(data: Mapping[str, Any], overrides: Sequence[str] = (), source:
     _derive(raw, warnings)
     config, lines, wrong = _validated(raw)
     problems += [*lines, *not_finite(raw), *exclusive(raw), *across(_values(raw, wrong))]
-    rest = config or _validated(_less(raw, wrong))[0]
+    rest = config or _rest(raw, wrong)
     problems += contradictions(rest) if rest else ()
     if config is None or problems:
         raise ConfigError(source, [_attributed(line, written) for line in dict.fromkeys(problems)])
@@ -149,12 +149,15 @@ def _pop(raw: dict, name: str) -> None:
         table.pop(last, None)
 
 
-def _less(raw: Mapping[str, Any], wrong: set[str]) -> dict:
-    """A copy without the keys that are wrong by themselves, to look at the others."""
+def _rest(raw: Mapping[str, Any], wrong: set[str]) -> Config | None:
+    """The config without the keys that are wrong by themselves, to look at the others; None when it cannot be without them."""
     rest = _copy(raw)
     for name in wrong:
         _pop(rest, name)
-    return rest
+    try:
+        return Config.model_validate(rest)
+    except ValidationError:
+        return None
 
 
 def _merge(raw: dict, changes: Mapping[str, Any]) -> dict:

@@ -15,6 +15,11 @@ def contradictions(config: Config) -> Iterator[str]:
     yield from _credit(algorithm)
     yield from _kl(algorithm)
     yield from _correction(algorithm)
+    if algorithm.correction.off_policy_max is not None and minibatches(config) == 1:
+        yield (
+            "algorithm.correction.off_policy_max: without effect with one minibatch per step, whose log-ratios are 0; set "
+            "training.batch_size to a part of the step's episodes"
+        )
     yield from _groups(algorithm)
     most = config.policy.max_tokens
     if algorithm.overlong_buffer > most:
@@ -32,6 +37,11 @@ def remarks(config: Config) -> Iterator[str]:
         yield (
             "training.batch_size: one minibatch per step, so the ratio is always 1 and the clip never acts; for the paper's "
             "four minibatches use a quarter of the step's episodes"
+        )
+    if config.algorithm.variety == "reinforce" and minibatches(config) > 1:
+        yield (
+            f"training.batch_size: {minibatches(config)} minibatches per step, and reinforce has no ratio: all but the first "
+            "are off policy; use the step's number of episodes"
         )
 
 
@@ -62,7 +72,7 @@ def _knobs(algorithm: Algorithm) -> Iterator[str]:
         yield f"algorithm.ratio_max: {used['ratio_max']} must be above 1 + eps_high = {1 + used['eps_high']:g}"
     if name == "cispo" and used["floor"] >= used["cap"]:
         yield f"algorithm.floor: {used['floor']} must be below cap = {used['cap']}"
-    if name not in ("gmpo",) and used.get("eps_low") == 1 and variety.sequence:
+    if variety.sequence and used["eps_low"] == 1:
         yield "algorithm.eps_low: 1 never clips; use about 3e-4"
 
 
@@ -103,6 +113,8 @@ def _kl(algorithm: Algorithm) -> Iterator[str]:
             yield 'algorithm.kl_in: "reward" is not read by advantage = "per_reward"; write kl_in = "loss"'
     elif algorithm.kl_estimator == "k1" and algorithm.kl_form == "plain":
         yield 'algorithm.kl_estimator: "k1" as a plain loss has an expected gradient of 0; write "k2", or kl_in = "reward"'
+    elif algorithm.kl_estimator == "k2" and algorithm.kl_form == "importance_weighted":
+        yield 'algorithm.kl_estimator: "k2" is not unbiased when weighted; write kl_form = "plain", or "k3"'
 
 
 def _correction(algorithm: Algorithm) -> Iterator[str]:
@@ -112,7 +124,9 @@ def _correction(algorithm: Algorithm) -> Iterator[str]:
     for name in ("low", "high"):
         if name in changed and not on:
             yield f'algorithm.correction.{name}: without effect while weight = "off"'
-    low, high = correction.low or 0.0, correction.high or 2.0
+    smallest = 0.5 if correction.weight.endswith("mask") else 0.0
+    low = smallest if correction.low is None else correction.low
+    high = 2.0 if correction.high is None else correction.high
     if on and low >= high:
         yield f"algorithm.correction.low: {low:g} must be below high = {high:g}"
     if correction.geometric and (len(correction.geometric) != 2 or correction.geometric[0] >= correction.geometric[1]):
@@ -128,6 +142,13 @@ def _groups(algorithm: Algorithm) -> Iterator[str]:
     for name in ("refill_rounds", "refill_short"):
         if name in changed and algorithm.flat_groups != "refill":
             yield f'algorithm.{name}: without effect while flat_groups = "{algorithm.flat_groups}"; it goes with "refill"'
+    reads = 'credit = "turn"' if algorithm.credit == "turn" else f'advantage = "{advantage_name(algorithm)}"'
+    other = algorithm.credit == "turn" or advantage_name(algorithm) in ("per_reward", "reinforce_pp", "reinforce_pp_baseline")
+    if other and algorithm.flat_groups != "keep" and algorithm.correctness is None:
+        yield (
+            f"algorithm.correctness: missing; with {reads} groups of equal rewards may still differ, so flat_groups = "
+            f'"{algorithm.flat_groups}" needs the metric to judge them by'
+        )
     if algorithm.correctness and algorithm.flat_groups == "keep":
         yield 'algorithm.correctness: without effect while flat_groups = "keep"; it goes with "skip" and "refill"'
 

@@ -77,7 +77,7 @@ class Display(Watcher):
 
     def event(self, event: dict[str, Any]) -> None:
         if event.get("type") in ("checkpoint.incomplete", "groups.short", "guard.warn"):
-            where = f"step {event['step']}: " if "step" in event else ""
+            where = f"warning at step {event['step']}: " if "step" in event else ""
             self.console.print(where + event["message"], style="yellow", markup=False, soft_wrap=True)
         if event.get("type") == "rollout.void":
             message = escape(f"({event['reason']}): {event.get('message', '')}")

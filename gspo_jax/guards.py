@@ -78,11 +78,12 @@ def _guards(config: Config) -> dict[str, tuple[Callable[[Config, History], str |
 
 
 def _dead_ratio(config: Config, history: History) -> str | None:
-    """Weights move between the minibatches of a step, so log-probabilities must; in a warm-up's first step they may not."""
+    """Weights move between the minibatches of a step, so log-probabilities must."""
     now = history[-1]
     minibatches = sum(name.startswith("policy/ratio_mean_") for name in now)
     moving = (now.get("optimizer/grad_norm") or 0) > 0 and not now.get("optimizer/skipped")
-    if minibatches < 2 or now.get("drift/logprob_abs") != 0 or not moving or now.get("optimizer/empty"):
+    warming = now["step"] * minibatches < config.optimizer.warmup_steps  # the first optimizer step has learning rate 0
+    if warming or minibatches < 2 or now.get("drift/logprob_abs") != 0 or not moving or now.get("optimizer/empty"):
         return None
     return (
         f"the ratio is exactly 1 in all {minibatches} minibatches of step {now['step']}: the weights do not move, so nothing "

@@ -60,7 +60,9 @@ def learner(
             return state, stats
 
         state, (stats, extra, proximal) = jax.lax.scan(body, state, (jnp.arange(minibatches), batch))
-        metrics = _metrics(stats, extra) | _gap(sampled._replace(proximal_logprobs=proximal), state.step) | prepared
+        if prepare is None:  # else those of the first minibatch are known, and of rejected tokens too
+            sampled = sampled._replace(proximal_logprobs=proximal)
+        metrics = _metrics(stats, extra) | _gap(sampled, state.step) | prepared
         return state._replace(step=state.step + 1), metrics
 
     return Learner(init, update)
@@ -166,7 +168,7 @@ def _progress(found: Array, old: Array, entropy: Array, micro: Batch) -> Stats:
 
 
 def _metrics(stats: Stats, extra: dict[str, Float[Array, " m"]]) -> Metrics:
-    """Scalars of the whole step from statistics stacked over minibatches `[m]`."""
+    """Scalars of the whole step from statistics stacked over minibatches `[m]`; NaN for a mean of nothing, but for the loss."""
     out: Metrics = {}
     for name, x in stats.items():
         if not isinstance(x, Mean):
@@ -174,9 +176,10 @@ def _metrics(stats: Stats, extra: dict[str, Float[Array, " m"]]) -> Metrics:
             continue
         if name.startswith("drift/"):  # 0 in the first minibatch by construction
             x = Mean(x.total[1:], x.count[1:])
-        out[name] = Mean(jnp.sum(x.total), jnp.sum(x.count)).value
+        whole = Mean(jnp.sum(x.total), jnp.sum(x.count))
+        out[name] = whole.value if name == "policy/loss" else whole.total / whole.count
         if name in ("policy/ratio_mean", "policy/clip_fraction"):
-            out |= {f"{name}_{i + 1}": each for i, each in enumerate(x.value)}
+            out |= {f"{name}_{i + 1}": each for i, each in enumerate(x.total / x.count)}
         if name == "policy/entropy":
             out["tokens/trained"] = jnp.sum(x.count)
     out["optimizer/grad_norm"] = jnp.mean(extra["optimizer/grad_norm"])

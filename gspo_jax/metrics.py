@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from gspo_jax.signal import Signal, flatten, is_flat
+from gspo_jax.batch import Advantage
+from gspo_jax.signal import Signal, flatten, tokens_of
 from rollout.types import Group
 
 ALIASES = {
@@ -23,7 +24,7 @@ def rollout_metrics(groups: Sequence[Group], found: Signal, version: int) -> dic
     alive = [t for t in everyone if t.reward is not None]
     raw = np.array([t.reward for t in alive], np.float64)
     rewards = np.array([r for row in found.rewards for r in row if r is not None], np.float64)
-    lengths = np.array([sum(len(turn.completion_ids) for turn in t.turns) for t in alive], np.float64)
+    lengths = np.array([tokens_of(t) for t in alive], np.float64)
     stale = [version - v for t in alive for turn in t.turns for v in turn.versions]
     return {
         "reward/mean": _mean(rewards),
@@ -36,7 +37,7 @@ def rollout_metrics(groups: Sequence[Group], found: Signal, version: int) -> dic
         "rollout/staleness_max": float(max(stale, default=0)),
         "rollout/completion_tokens_mean": _mean(lengths),
         "rollout/turns_mean": _mean(np.array([len(t.turns) for t in alive], np.float64)),
-        "group/flat_fraction": _mean(np.array([is_flat(group, None) for group in groups], np.float64)),
+        "group/flat_fraction": _mean(np.array([_flat(row) for row in found.advantages], np.float64)),
         "tokens/sampled": float(lengths.sum()),
     } | _components(alive)
 
@@ -50,6 +51,11 @@ def with_aliases(metrics: Mapping[str, float | None]) -> dict[str, float | None]
     """`metrics` plus the names older documents use for the same values; None for what nothing measured."""
     values = {name: metrics.get(name) for name in ALIASES.values()}
     return {**values, **metrics, **{alias: values[name] for alias, name in ALIASES.items()}}
+
+
+def _flat(advantages: Sequence[Advantage]) -> bool:
+    """True when nothing is learned from the group."""
+    return not any(np.any(a) for a in advantages if a is not None)
 
 
 def _components(trajectories: Sequence) -> dict[str, float | None]:

@@ -52,7 +52,7 @@ def weights_of(batch: Batch) -> Float[Array, "r t"]:
 
 def ratio_of(log_ratio: Array, most: float = MAX_LOG_RATIO) -> Array:
     """`e^log_ratio`, constant from `log_ratio = most` on."""
-    return jnp.exp(jnp.where(log_ratio < most, log_ratio, most))
+    return jnp.exp(jnp.where(log_ratio >= most, most, log_ratio))  # NaN stays NaN
 
 
 def clip_objective(

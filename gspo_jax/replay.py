@@ -12,7 +12,7 @@ from gspo_jax import checkpoint, runlog
 from gspo_jax.build import build_trainer
 from gspo_jax.commands import recorded_config, run_command
 from gspo_jax.config import mesh_devices, model_id
-from gspo_jax.digest import batch_digest, params_digest
+from gspo_jax.digest import params_digest
 from gspo_jax.policy import load_policy
 from gspo_jax.runlog import RunError
 from gspo_jax.sharding import place
@@ -54,12 +54,11 @@ def replay(run_dir: Path, last: int | None = None) -> Iterator[Replayed]:
     for step in range(int(state.step), (max(logged) if last is None else last) + 1):
         file = runlog.rollout_file(run_dir, step)
         try:
-            batch, _ = trainer.batch(runlog.read_groups(file), state.params)
+            prepared = trainer.batch(runlog.read_groups(file), state.params)
         except ValueError as error:
             raise TrainingError(f"step {step}: {file} does not hold the batch of this step: {error}") from None
-        digest = batch_digest(batch)
-        state, _ = update(state, batch)
-        yield Replayed(step, logged[step], {"params": params_digest(state.params), "batch": digest})
+        state, _ = update(state, prepared.batch)
+        yield Replayed(step, logged[step], {"params": params_digest(state.params), "batch": prepared.digest})
 
 
 def _checkpoint_before(directory: Path, step: int) -> int | None:

@@ -113,7 +113,7 @@ class Correction(Section):
 
 
 class Algorithm(Section):
-    """What is optimized. `variety` alone runs the published algorithm; a key that its variety does not take is an error."""
+    """What is optimized. `variety` alone is the published objective; a key that its variety does not take is an error."""
 
     type: Literal["online"] = fixed("online", "reinforcement learning on fresh rollouts")
     method: Literal["policy_gradient", "gspo"] = fixed("policy_gradient", 'both mean what variety says; there is no "ppo"')

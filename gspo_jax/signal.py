@@ -1,7 +1,8 @@
 """From groups to what is learned from: shaped rewards, advantages, and which trajectories take part."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count, islice
 
 import numpy as np
 
@@ -13,6 +14,10 @@ from rollout.types import Group, Trajectory
 
 type Penalties = Sequence[Sequence[Sequence[float]]]
 """What is taken off the reward at every sampled token, by group and member: the KL to the reference, times its weight."""
+
+
+class SignalError(ValueError):
+    """A task app does not report a number that the config names."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ def longest(trajectory: Trajectory) -> int:
 def is_flat(group: Group, correctness: str | None) -> bool:
     """True when nothing can be learned from the group: fewer than two results, or all equal, before any shaping.
 
-    `correctness` names the task app's metric to look at; None is the reward. ValueError when a trajectory lacks it.
+    `correctness` names the task app's metric to look at; None is the reward. SignalError when a trajectory lacks it.
     """
     return flat_value(group, correctness) is not None or len(_results(group, correctness)) < 2
 
@@ -86,19 +91,20 @@ def choose(groups: Sequence[Group], count: int, correctness: str | None) -> tupl
     return tuple((mixed + flat)[:count])
 
 
-def sampled_tokens(groups: Sequence[Group]) -> list[list[np.ndarray]]:
-    """A number of its own for every sampled token of a step, from 0, by group and member; float32 can tell 2^24 apart."""
-    out, start = [], 0
-    for group in groups:
-        row = []
-        for t in group.trajectories:
-            size = sum(len(turn.completion_ids) for turn in t.turns)
-            row.append(np.arange(start, start + size, dtype=np.float64))
-            start += size
-        out.append(row)
-    if start > 2**24:
-        raise ValueError(f"{start} sampled tokens in one step are more than the {2**24} that float32 can number")
-    return out
+def numbered(groups: Sequence[Group]) -> list[Group]:
+    """The groups with a number of its own, from 0, in the place of every sampled token's version."""
+    numbers = count()
+
+    def mark(trajectory: Trajectory) -> Trajectory:
+        turns = (replace(turn, versions=tuple(islice(numbers, len(turn.completion_ids)))) for turn in trajectory.turns)
+        return replace(trajectory, turns=tuple(turns))
+
+    return [replace(group, trajectories=tuple(map(mark, group.trajectories))) for group in groups]
+
+
+def tokens_of(trajectory: Trajectory) -> int:
+    """Sampled tokens of all its turns."""
+    return sum(len(turn.completion_ids) for turn in trajectory.turns)
 
 
 def _results(group: Group, correctness: str | None) -> list[float]:
@@ -115,7 +121,7 @@ def _advantages(
     algorithm: Algorithm, groups: Sequence[Group], rewards: list[list[float | None]], penalties: Penalties | None
 ) -> list[list[Advantage]]:
     name = advantage_name(algorithm)
-    lengths = [[sum(len(turn.completion_ids) for turn in t.turns) for t in group.trajectories] for group in groups]
+    lengths = [[tokens_of(t) for t in group.trajectories] for group in groups]
     if algorithm.credit == "turn":
         return [list(of.turns(_turn_rewards(group, row), normalize=name == "group_std"))
                 for group, row in zip(groups, rewards, strict=True)]  # fmt: skip
@@ -136,7 +142,7 @@ def _advantages(
 
 
 def _turn_rewards(group: Group, rewards: Sequence[float | None]) -> list[list[float] | None]:
-    """The task app's rewards per turn, or else the trajectory's on its last turn, where shaping falls too."""
+    """The task app's rewards per turn, what is missing to the trajectory's reward as trained being added on its last turn."""
     out: list[list[float] | None] = []
     for t, reward in zip(group.trajectories, rewards, strict=True):
         if reward is None or t.reward is None:
@@ -144,7 +150,7 @@ def _turn_rewards(group: Group, rewards: Sequence[float | None]) -> list[list[fl
         elif t.turn_rewards is None:
             out.append([0.0] * (len(t.turns) - 1) + [reward])
         else:
-            out.append([*t.turn_rewards[:-1], t.turn_rewards[-1] + reward - t.reward])
+            out.append([*t.turn_rewards[:-1], t.turn_rewards[-1] + reward - sum(t.turn_rewards)])
     return out
 
 
@@ -159,7 +165,7 @@ def _token_rewards(
             if reward is None:
                 members.append(None)
                 continue
-            size = sum(len(turn.completion_ids) for turn in t.turns)
+            size = tokens_of(t)
             off = list(penalties[g][m]) if penalties else [0.0] * size
             tokens = [-x for x in off]
             if tokens:
@@ -169,9 +175,9 @@ def _token_rewards(
     return out
 
 
-def _missing(key: str, name: str, trajectory: Trajectory) -> ValueError:
+def _missing(key: str, name: str, trajectory: Trajectory) -> SignalError:
     reported = ", ".join(trajectory.metrics) or "none"
-    return ValueError(f"algorithm.{key}: the task app reported no metric {name!r}; it reported {reported}")
+    return SignalError(f"algorithm.{key}: the task app reported no metric {name!r}; it reported {reported}")
 
 
 def _components(group: Group, name: str) -> list[float | None]:

@@ -17,7 +17,7 @@ from gspo_jax.build import Trainer, build_trainer, check_capabilities
 from gspo_jax.collecting import collect
 from gspo_jax.config import mesh_devices, model_id
 from gspo_jax.config_report import total_steps
-from gspo_jax.digest import batch_digest, params_digest
+from gspo_jax.digest import params_digest
 from gspo_jax.evaluate import Evaluation, evaluate, evaluation_problems
 from gspo_jax.guards import PATIENCE, check
 from gspo_jax.learner import Learner
@@ -50,7 +50,7 @@ def train(
     """Train, one yielded Step per rollout batch. Everything is closed when the iterator ends, is closed, or raises.
 
     `task` is served on a loopback port in place of `[services]`. Works inside a running event loop: rollouts have a thread
-    of their own. Raises ConfigError, RunError, TrainingError, CheckpointError, WeightError, TaskAppError.
+    of their own. Raises ConfigError, RunError, TrainingError, SignalError, CheckpointError, WeightError, TaskAppError.
     """
     check_capabilities(config)
     run_dir = runlog.open_run(config, run_dir or Path(config.run.dir) / config.run.name, resume=resume)
@@ -76,21 +76,8 @@ def train(
         update = jax.jit(trainer.learner.update, donate_argnums=0)
         held_out = evaluation_problems(config, rollouts)
         history = list(runlog.read_lines(run_dir / "metrics.jsonl"))[-PATIENCE - 1 :]
-        loop = _Loop(
-            config,
-            policy,
-            trainer,
-            update,
-            placement,
-            background,
-            rollouts,
-            held_out,
-            manager,
-            run_dir,
-            watching,
-            best,
-            history,
-        )
+        loop = _Loop(config, policy, trainer, update, placement, background, rollouts, held_out, manager, run_dir, watching,
+                     best, history)  # fmt: skip
         yield from loop.steps(state)
 
 
@@ -154,15 +141,15 @@ class _Loop:
         clock = _Clock()
         groups, collected = self.collect(step)
         clock.lap("time/rollout")
-        self.refuse_void(groups)
         if self.config.run.log_rollouts:
             runlog.write_groups(runlog.rollout_file(self.run_dir, step), groups)
         self.watcher.phase("update")
-        batch, found = self.trainer.batch(groups, state.params)
-        digest = {"step": step, "batch": batch_digest(batch)}
-        state, updated = self.update(state, batch)
-        digest["params"] = params_digest(state.params)
-        metrics = rollout_metrics(groups, found, step) | collected | finite(jax.device_get(updated))
+        prepared = self.trainer.batch(groups, state.params)
+        state, updated = self.update(state, prepared.batch)
+        digest = {"step": step, "params": params_digest(state.params), "batch": prepared.digest}
+        metrics = (
+            rollout_metrics(groups, prepared.signal, step) | collected | finite(jax.device_get(updated)) | prepared.metrics
+        )
         clock.lap("time/update")
         self.refuse_nonfinite(state)
         self.publish(state)
@@ -173,13 +160,15 @@ class _Loop:
         metrics["tokens/per_second"] = (metrics["tokens/sampled"] or 0.0) / metrics["time/step"]
         runlog.append(self.run_dir / "digests.jsonl", digest)
         runlog.append(self.run_dir / "metrics.jsonl", {"step": step, **with_aliases(metrics)})
-        self.save(state, evaluation)
         self.guard({"step": step, **metrics})
+        self.save(state, evaluation)
         return state, Step(step, metrics, groups, evaluation)
 
     def collect(self, step: int) -> tuple[tuple[Group, ...], dict[str, float | None]]:
         self.watcher.phase("rollout")
-        groups, metrics, message = self.background.run(collect(self.config, self.rollouts, step, self.watcher.rollout))
+        groups, metrics, message = self.background.run(
+            collect(self.config, self.rollouts, step, self.watcher.rollout, self.refuse_void)
+        )
         if message:
             self.tell({"type": "groups.short", "step": step, "message": message})
             if self.config.algorithm.refill_short == "stop":
@@ -187,7 +176,7 @@ class _Loop:
         return groups, metrics
 
     def guard(self, metrics: dict[str, Any]) -> None:
-        """Warnings are told when they begin; the first error stops the run, its step being logged."""
+        """Warnings are told when they begin; the first error stops the run, its step being logged and not saved."""
         self.history = [*self.history, metrics][-PATIENCE - 1 :]
         findings = check(self.config, self.history)
         for finding in findings:

@@ -73,7 +73,8 @@ def test_kl_in_the_reward_lowers_it_by_the_estimate(model: Path, tmp_path: Path)
     first, second = (step.metrics for step in steps)
     assert first["reward/mean"] == pytest.approx(first["reward/raw_mean"], abs=1e-4)
     assert abs(second["reward/mean"] - second["reward/raw_mean"]) > 1e-3
-    assert "policy/kl_reference" not in first or first["policy/kl_reference"] is None
+    assert first["policy/kl_reference"] == pytest.approx(0, abs=1e-6)
+    assert second["policy/kl_reference"] > 1e-4
     cut = np.mean([t.status == "cut" for group in steps[0].groups for t in group.trajectories])
     assert first["rollout/left_out_fraction"] == pytest.approx(cut)
     assert replayed(tmp_path / "run") == [[], []]
@@ -84,6 +85,7 @@ def test_alg_13_refill_is_bounded_and_says_so(model: Path, tmp_path: Path):
     paying = Task(lambda problem: f"say {problem.seed}", lambda text, problem: 1.0, splits={"train": 6})
     (step,) = run(model, tmp_path / "run", paying, 'algorithm.flat_groups="refill"', "algorithm.refill_rounds=2", steps=1)
     assert step.metrics["group/sampled"] == 3 * GROUPS
+    assert step.metrics["tokens/sampled"] > sum(len(t.turns[0].completion_ids) for g in step.groups for t in g.trajectories)
     assert (step.metrics["group/refill_rounds"], step.metrics["group/flat_fraction"]) == (2, 1)
     assert step.metrics["optimizer/empty"] == 2
     (told,) = events(tmp_path / "run", "groups.short")
@@ -122,6 +124,7 @@ def test_a_guard_that_stops_a_run_is_one_line_and_a_key_turns_it_off(model: Path
     assert "the ratio is exactly 1 in all 2 minibatches" in error
     assert "training.learning_rate = 1e-30" in error
     assert 'guards.dead_ratio = "warn"' in error
+    assert not list((tmp_path / "runs" / "tiny" / "checkpoints").glob("1")), "a resume would pass the guard by"
     (told,) = events(tmp_path / "runs" / "tiny", "guard.error")
     assert told["message"] in error
     warned = command.train(file, *still, "--set", 'guards.dead_ratio="warn"', "--set", "run.name=warned")

@@ -66,8 +66,19 @@ def script(*rewards: tuple[float | None, ...]) -> Callable[[Problem, int], tuple
     return lambda problem, asked: rewards[min(asked, len(rewards) - 1)]
 
 
-def collected(config: Config, rollouts: FakeRollouts, step: int = 0, on_rollout=lambda t: None):
-    return asyncio.run(collect(config, rollouts, step, on_rollout))
+def collected(config: Config, rollouts: FakeRollouts, step: int = 0, on_rollout=lambda t: None, on_round=lambda groups: None):
+    return asyncio.run(collect(config, rollouts, step, on_rollout, on_round))
+
+
+def reported(sampled: float, flat: float, rounds: float, void: float = 0.0) -> dict:
+    """The metrics of a step of groups of four members, two tokens each."""
+    return {
+        "group/sampled": sampled,
+        "group/sampled_flat_fraction": pytest.approx(flat),
+        "group/refill_rounds": rounds,
+        "rollout/void_fraction": void,
+        "tokens/sampled": sampled * 2 * len(FLAT),
+    }
 
 
 def seeds(groups) -> list[int]:
@@ -82,13 +93,13 @@ def test_without_refill_there_is_one_round(how, rewards):
     groups, metrics, message = collected(config, rollouts, step=2)
     assert rollouts.calls == [(2, 0, 0, tuple(training_problems(config, {}, 2, COUNT)))]
     assert seeds(groups) == [8, 9, 10, 11]
-    assert (metrics, message) == ({"group/flat_fraction": float(rewards == FLAT), "group/sampled": 4.0}, None)
+    assert (metrics, message) == ({}, None)
 
 
 def test_a_full_first_round_needs_no_refill():
     groups, metrics, message = collected(config_of(*REFILL), rollouts := FakeRollouts(script(MIXED)))
     assert (rollouts.asked, seeds(groups), message) == ([4], [0, 1, 2, 3], None)
-    assert metrics == {"group/flat_fraction": 0.0, "group/sampled": 4.0, "group/refill_rounds": 0.0}
+    assert metrics == reported(4.0, 0, 0.0)
 
 
 def test_each_round_asks_for_what_is_missing():
@@ -99,11 +110,7 @@ def test_each_round_asks_for_what_is_missing():
     assert message is None
     mixed = [problem.seed for problem, rewards in zip(rollouts.problems, answers, strict=True) if rewards == MIXED]
     assert seeds(groups) == mixed
-    assert metrics == {
-        "group/flat_fraction": pytest.approx(5 / 9),
-        "group/sampled": 9.0,
-        "group/refill_rounds": 2.0,
-    }
+    assert metrics == reported(9.0, 5 / 9, 2.0)
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 5])
@@ -137,7 +144,7 @@ def test_alg_13_a_task_that_always_pays_ends_with_one_message(short, then):
     assert "algorithm.refill_rounds" in message
     assert "\n" not in message
     assert seeds(groups) == [0, 1]
-    assert metrics == {"group/flat_fraction": 1.0, "group/sampled": 8.0, "group/refill_rounds": 3.0}
+    assert metrics == reported(8.0, 1, 3.0)
     taken = signal(config.algorithm, groups, 8).advantages
     batch = pack(groups, taken, 2, Packing(8))
     assert (batch.trajectories.sum(), batch.loss_mask.any()) == (0, False)
@@ -164,7 +171,22 @@ def test_failures_are_no_difference():
     assert rollouts.asked == [4, 2]
     assert message is None
     assert not any(is_flat(g, None) for g in groups)
-    assert metrics["group/flat_fraction"] == pytest.approx(2 / 6)
+    assert metrics["group/sampled_flat_fraction"] == pytest.approx(2 / 6)
+    assert metrics["rollout/void_fraction"] == pytest.approx(3 / (6 * 2))
+
+
+def test_an_outage_stops_at_its_first_round():
+    """Refill hid failed rollouts: the mixed groups came first, and the rounds went on through an outage."""
+    seen = []
+
+    def refuse(groups):
+        seen.append(len(groups))
+        raise RuntimeError("more than rollout.max_void failed")
+
+    rollouts = FakeRollouts(script((None, None)))
+    with pytest.raises(RuntimeError, match="max_void"):
+        collected(config_of(*REFILL), rollouts, on_round=refuse)
+    assert (seen, rollouts.asked) == ([4], [4])
 
 
 def test_correctness_decides_what_is_refilled():

@@ -111,6 +111,12 @@ def test_dead_ratio_means_weights_that_should_have_moved(changed, dead):
     assert found == [(0, "error", "dead_ratio")] * dead
 
 
+def test_a_warm_up_starts_at_a_learning_rate_of_0():
+    """Its first optimizer steps move nothing; the guard waits until it is over."""
+    config = config_of("optimizer.warmup_steps=5")
+    assert fired(config, *[BAD["dead_ratio"]] * 3) == [(2, "error", "dead_ratio")]  # steps of four minibatches
+
+
 def test_one_minibatch_has_a_ratio_of_1_by_construction():
     """A run of one minibatch a step was stopped for the only ratio it can have."""
     names = [f"policy/{kind}_{i}" for kind in ("ratio_mean", "clip_fraction") for i in (2, 3, 4)]

@@ -187,7 +187,8 @@ def test_gspo_alone_is_the_paper():
 
 @pytest.mark.parametrize("variety", VARIETIES)
 def test_every_variety_is_complete_by_its_name(variety):
-    config, warnings = parse_config(BASE, [f"algorithm.variety={variety}"])
+    one = ["training.batch_size=16"] if variety == "reinforce" else []  # which is on policy only
+    config, warnings = parse_config(BASE, [f"algorithm.variety={variety}", *one])
     assert warnings == []
     found = measured(config.algorithm)
     assert np.isfinite(found).all()
@@ -281,7 +282,7 @@ def test_every_way_to_a_kl_is_another_loss_or_gradient():
     seen = []
     for estimator in ("k1", "k2", "k3"):
         for form in ("importance_weighted", "plain", "straight_through"):
-            if (estimator, form) == ("k1", "plain"):
+            if (estimator, form) in (("k1", "plain"), ("k2", "importance_weighted")):  # refused
                 continue
             given = ("algorithm.kl_beta=0.1", f"algorithm.kl_estimator={estimator}", f"algorithm.kl_form={form}")
             seen.append(((estimator, form), measured(algorithm_of(*given))))
@@ -534,6 +535,19 @@ CASES = {
         ["correction.normalize=true"],
         "algorithm.correction.normalize: without effect while no weight and no filter is set",
     ),
+    "weighted k2": (["kl_beta=0.1", "kl_estimator=k2"], 'algorithm.kl_estimator: "k2" is not unbiased when weighted; write'),
+    "mask above its default low": (
+        ["correction.weight=sequence_mask", "correction.high=0.4"],
+        "algorithm.correction.low: 0.5 must be below high = 0.4",
+    ),
+    "turns that may differ at equal rewards": (
+        ["variety=gspo_token", "credit=turn", "flat_groups=skip"],
+        'algorithm.correctness: missing; with credit = "turn" groups of equal rewards may still differ',
+    ),
+    "whitened flat groups": (
+        ["advantage=reinforce_pp_baseline", "flat_groups=refill"],
+        'algorithm.correctness: missing; with advantage = "reinforce_pp_baseline"',
+    ),
     "reject nothing": (
         ["correction.rejected=leave", "correction.weight=token_truncate"],
         'algorithm.correction.rejected: "leave" is without effect while nothing rejects; it goes with a mask or a filter',
@@ -563,6 +577,16 @@ def test_a_contradiction_is_one_line_that_names_the_key_and_the_way_out(case):
     overrides, expected = CASES[case]
     (line,) = lines(*(f"algorithm.{o}" for o in overrides))
     assert line.startswith(expected)
+
+
+def test_keys_that_need_several_minibatches():
+    """One minibatch per step: its log-ratios are 0, so the off-policy filter never acts; reinforce wants exactly that."""
+    one = "training.batch_size=16"
+    (line,) = lines("algorithm.correction.off_policy_max=0.1", one)
+    assert line.startswith("algorithm.correction.off_policy_max: without effect with one minibatch per step")
+    (warning,) = parse_config(BASE, ["algorithm.variety=reinforce"])[1]
+    assert warning.startswith("training.batch_size: 4 minibatches per step, and reinforce has no ratio")
+    assert parse_config(BASE, ["algorithm.variety=reinforce", one])[1] == []
 
 
 def test_a_clip_range_that_never_clips_is_refused_also_when_wide_ones_are_allowed():

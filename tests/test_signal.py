@@ -15,7 +15,7 @@ from gspo_jax.advantages import EPSILON
 from gspo_jax.aggregation import token_mean
 from gspo_jax.batch import Packing, pack
 from gspo_jax.sections import Algorithm
-from gspo_jax.signal import Signal, choose, flat_value, flatten, is_flat, sampled_tokens, signal, soft_overlong
+from gspo_jax.signal import Signal, choose, flat_value, flatten, is_flat, numbered, signal, soft_overlong
 from rollout.types import Group, Problem, Trajectory, Turn
 
 MOST = 100
@@ -317,8 +317,9 @@ def test_shaping_falls_on_the_last_turn():
 
 def test_every_sampled_token_has_its_own_number():
     """The penalties are found again by these numbers, in the order of groups, members, turns; prompts have none."""
-    numbers = sampled_tokens([group(member(1.0, 2, 3), member(None, 4)), group(member(0.0, 1), member(1.0, 2))])
-    assert [[x.tolist() for x in row] for row in numbers] == [[[0, 1, 2, 3, 4], [5, 6, 7, 8]], [[9], [10, 11]]]
+    found = numbered([group(member(1.0, 2, 3), member(None, 4)), group(member(0.0, 1), member(1.0, 2))])
+    numbers = [[[turn.versions for turn in t.turns] for t in g.trajectories] for g in found]
+    assert numbers == [[[(0, 1), (2, 3, 4)], [(5, 6, 7, 8)]], [[(9,)], [(10, 11)]]]
 
 
 def test_the_numbers_survive_packing():
@@ -326,15 +327,16 @@ def test_the_numbers_survive_packing():
     one = member(1.0, 2, 3)
     follow = replace(one.turns[1], prompt_ids=(*one.turns[0].prompt_ids, *one.turns[0].completion_ids, 9))
     rows = group(one, replace(one, turns=(one.turns[0], follow)), member(0.0, 4), member(None, 2))
-    (numbers,) = sampled_tokens([rows])
+    (marked,) = numbered([rows])
     expected = {
         number: token
-        for t, own in zip(rows.trajectories[:3], numbers, strict=False)
-        for number, token in zip(own, [i for x in t.turns for i in x.completion_ids], strict=True)
+        for t in marked.trajectories[:3]
+        for turn in t.turns
+        for number, token in zip(turn.versions, turn.completion_ids, strict=True)
     }
     for mode in ("padded", "packed", "shared_prefix"):
-        batch = pack([rows], [numbers], 4, Packing(16, 4, mode))
-        cells = zip(batch.advantages[batch.loss_mask].tolist(), batch.tokens[batch.loss_mask].tolist(), strict=True)
+        batch = pack([marked], [[0.0] * 4], 4, Packing(16, 4, mode))
+        cells = zip(batch.versions[batch.loss_mask].tolist(), batch.tokens[batch.loss_mask].tolist(), strict=True)
         assert dict(sorted(cells)) == expected
 
 
