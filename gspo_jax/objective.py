@@ -102,20 +102,21 @@ def _aggregate(name: str, budget: float) -> Aggregate:
     return {"row_mean": row_mean, "row_sum": row_sum, "token_mean": token_mean}[name]
 
 
+_WEIGHTS = {
+    "token_truncate": (corrections.token_truncate, corrections.token_weight),
+    "token_mask": (corrections.token_mask, corrections.token_weight),
+    "sequence_truncate": (corrections.sequence_truncate, corrections.sequence_weight),
+    "sequence_mask": (corrections.sequence_mask, corrections.sequence_weight),
+}
+"""`correction.weight` to its function, and to the same weight without a bound."""
+
+
 def _prepare(correction: Correction, aggregate: Aggregate) -> Prepare | None:
     parts: list[corrections.Correction] = []
-    weights = {
-        ("token", "truncate"): corrections.token_truncate,
-        ("token", "mask"): corrections.token_mask,
-        ("sequence", "truncate"): corrections.sequence_truncate,
-        ("sequence", "mask"): corrections.sequence_mask,
-    }
-    raw = None
-    if correction.weight != "off":
-        level, _, action = correction.weight.partition("_")
-        raw = corrections.token_weight if level == "token" else corrections.sequence_weight
+    bounded, raw = _WEIGHTS.get(correction.weight, (None, None))
+    if bounded is not None:
         bounds = {"low": correction.low, "high": correction.high}
-        parts.append(partial(weights[level, action], **{k: v for k, v in bounds.items() if v is not None}))
+        parts.append(partial(bounded, **{k: v for k, v in bounds.items() if v is not None}))
     if correction.geometric:
         low, high = correction.geometric
         parts.append(partial(corrections.geometric_filter, low=low, high=high))

@@ -69,8 +69,8 @@ async def run_groups(
     """One group per problem, in order of `problems`, members in order; never in completion order.
 
     Member j of group i samples under the key `(*sampling.key, step, first + i, j)`. A rollout that fails for good is a void
-    trajectory with a reason; it never raises. `on_event` hears of retries, voids and ignored reply fields; `on_done(i, trajectory)` of
-    each end, in completion order. Cancelling cancels every rollout and closes its trace.
+    trajectory with a reason; it never raises. `on_event` hears of retries, voids and ignored reply fields;
+    `on_done(i, trajectory)` of each end, in completion order. Cancelling cancels every rollout and closes its trace.
     """
     if group_size < 1:
         raise ValueError(f"group_size={group_size} must be >= 1")

@@ -62,7 +62,8 @@ class Env:
 
     `reset(seed, split, config) -> (state, messages)` and `step(state, message) -> (state, new_messages, reward, done)`, where
     `message` is the assistant message (`content`, perhaps `tool_calls`) and `reward` a finite number for that turn, or a
-    mapping as for `Task`; the episode's reward, and every other number, is the sum over turns. `tools` are offered to the policy in OpenAI form.
+    mapping as for `Task`; the episode's reward, and every other number, is the sum over turns. `tools` are offered to the
+    policy in OpenAI form.
     """
 
     reset: Callable[[int, str, Mapping[str, Any]], Any]
