@@ -15,7 +15,7 @@ import numpy as np
 from gspo_jax import advantages as adv
 from gspo_jax import corrections as fix
 from gspo_jax import kl, losses
-from gspo_jax.aggregation import Aggregate, budget_mean, lengths, pool, row_mean, row_sum, spread, token_mean
+from gspo_jax.aggregation import Aggregate, budget_mean, lengths, pool, pool_max, row_mean, row_sum, spread, token_mean
 from gspo_jax.types import Batch, Mean
 
 type Case = Mapping[str, Any]
@@ -119,6 +119,8 @@ def trl(x: _Inputs, s: Mapping) -> dict[str, Any]:
     else:
         scale = 1 / ga if s.get("training", True) and kind not in ("dapo", "cispo", "vespo") else 1.0
     budget = float(s.get("max_completion_length", 16))
+    if any(name in s for name in ("shards", "micro_batches", "microbatches")):  # which add up to the whole
+        scale = 1.0
     aggregate = {"dapo": token_mean, "cispo": token_mean, "vespo": token_mean, "bnpo": token_mean, "luspo": row_sum,
                  "dr_grpo": partial(budget_mean, budget=budget)}.get(kind, row_mean)  # fmt: skip
     correction = x["importance_sampling_ratio"] if s.get("use_vllm") and "importance_sampling_ratio" in x else None
@@ -128,7 +130,7 @@ def trl(x: _Inputs, s: Mapping) -> dict[str, Any]:
         entropies = x["entropies"]
         keep = entropies >= np.quantile(entropies[batch.loss_mask], 1 - s["top_entropy_quantile"])
         batch = batch._replace(weights=np.where(keep, 1.0 if batch.weights is None else batch.weights, 0.0))
-    loss = _trl_loss(kind, level, aggregate, s, gmpo=s.get("epsilon") == 0.4 and "importance_sampling_level" not in s)
+    loss = _trl_loss(kind, level, aggregate, s, gmpo="gmpo" in x.function)
     if s.get("off_policy_mask_threshold") is not None:
         loss = fix.off_policy_masked(loss, s["off_policy_mask_threshold"])
     terms = []
@@ -384,6 +386,7 @@ def _verl_rejection(x: _Inputs, s: Mapping) -> dict[str, Any]:
         values = jnp.where(batch.loss_mask, kl.k2(rho) if estimator == "k2" else kl.k3(-rho), 0)
         if level != "token":
             totals = pool(values, batch) / (jnp.maximum(lengths(batch), 1) if level == "seq_mean" else 1)
+            totals = pool_max(values, batch) if level == "seq_max" else totals
             values = spread(totals, batch)
         kept = np.asarray(values <= high)
     return {"mask": (kept & mask).astype(int)}
@@ -454,6 +457,8 @@ def areal(x: _Inputs, s: Mapping) -> dict[str, Any]:
         keep = {"mean": fix.geometric_filter, "sum": fix.sequence_mask}[rule["agg"]]
 
         def correction(batch: Batch):
+            if rule["action"] == "clamp":
+                return spread(jnp.clip(fix.geometric_ratio(batch), bounds["low"], bounds["high"]), batch)
             return spread(fix.geometric_ratio(batch), batch) * (keep(batch, **bounds) > 0)
 
     single = (x["old_logps"] - x["behave_logps"]).astype(np.float32)  # its weights are float32

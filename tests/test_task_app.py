@@ -16,6 +16,7 @@ from rollout_fakes import FakePolicy
 
 from rollout.apps import arithmetic
 from rollout.inference import chat_url
+from rollout.replies import parse_reply
 from rollout.server import STOP_TIMEOUT_S, serve
 from rollout.task_app import Env, Task, TaskFileError, build_app, load_task_file, main
 from rollout.types import Problem, SamplingParams
@@ -245,6 +246,25 @@ def test_jdg_01_an_honest_zero_is_a_reward():
     """The only one of the four that trains as 0."""
     honest, _ = rollout(Task(lambda p: "x", lambda text, p: 0), lambda *_: "y")
     assert honest.json()["metrics"]["outcome_reward"] == 0.0
+
+
+def test_other_numbers_beside_the_reward_reach_the_trainer_as_metrics():
+    """Shaped rewards hid whether an answer was right; a task may say both, and the others never add to the reward."""
+    task = Task(lambda p: "x", lambda text, p: {"reward": 0.7, "correct": 1, "length": float(len(text))})
+    body = rollout(task, lambda *_: "four")[0].json()
+    reply = parse_reply(body, body["trace_correlation_id"], 1)
+    assert (reply.reward, reply.turn_rewards) == (0.7, (0.7,))
+    assert (reply.raw["objective_correct"], reply.raw["objective_length"]) == (1.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("scores", "code"),
+    [({"correct": 1.0}, "reward_missing"), ({"reward": 1.0, "correct": None}, "reward_missing"),
+     ({"reward": 1.0, "correct": float("inf")}, "reward_not_finite"), ({"reward": 1.0, "correct": "yes"}, "reward_invalid")],
+)  # fmt: skip
+def test_a_number_that_is_none_is_an_error_like_a_reward(scores, code):
+    response, _ = rollout(Task(lambda p: "x", lambda text, p: scores), lambda *_: "y")
+    assert (response.status_code, error(response)["code"]) == (500, code)
 
 
 def test_a_reward_that_raises_is_named_and_hides_keys():
