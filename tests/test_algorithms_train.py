@@ -62,10 +62,11 @@ def test_turn_credit_kl_entropy_and_corrections_together(model: Path, tmp_path: 
     assert replayed(tmp_path / "run") == [[], []]
 
 
-def test_kl_in_the_reward_lowers_it_by_the_estimate(model: Path, tmp_path: Path):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_kl_in_the_reward_lowers_it_by_the_estimate(model: Path, tmp_path: Path, devices: int):
     """Nothing at the first step, whose policy is the reference; later the trained reward is less than the task's."""
     steps = run(
-        model, tmp_path / "run", two_turns(),
+        model, tmp_path / "run", two_turns(), f"mesh.fsdp={devices}", f"training.rows_per_microbatch={devices}",
         'algorithm.variety="dapo"', 'algorithm.advantage="reinforce_pp"', "algorithm.kl_beta=0.5", 'algorithm.kl_in="reward"',
         'algorithm.kl_estimator="k1"', 'algorithm.overlong="mask"', 'guards.truncation="off"', "rollout.max_turns=2",
         "serving.context_length=96",

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import math
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -96,36 +97,57 @@ def test_app_down_is_unreachable():
     assert (caught.value.reason, caught.value.retryable) == ("unreachable", True)
 
 
-def test_slow_app_times_out_even_when_it_trickles():
-    async def trickle(reader, writer):
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
-        for _ in range(40):
-            writer.write(b" ")
-            await asyncio.sleep(0.05)
-        writer.close()
+@asynccontextmanager
+async def raw_server(answer):
+    """The URL of a socket whose connections `answer(writer)` serves; they are over and closed when the block ends."""
+    handlers = set()
 
+    async def handle(reader, writer):
+        handlers.add(asyncio.current_task())
+        try:
+            await answer(writer)
+        finally:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+    async with await asyncio.start_server(handle, "127.0.0.1", 0) as listener:
+        try:
+            yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        finally:
+            for handler in handlers:
+                handler.cancel()
+            await asyncio.gather(*handlers, return_exceptions=True)
+
+
+def raw_failure(answer, **connection) -> TaskAppError:
     async def run():
-        listener = await asyncio.start_server(trickle, "127.0.0.1", 0)
-        async with listener, connect_task_app(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", timeout_s=0.3) as app:
-            await app.rollout({})
-
-    with pytest.raises(TaskAppError, match=r"no answer within 0\.3 s") as caught:
-        asyncio.run(run())
-    assert (caught.value.reason, caught.value.retryable) == ("timeout", True)
-
-
-def test_dropped_connection_is_retryable():
-    async def drop(reader, writer):
-        writer.close()
-
-    async def run():
-        listener = await asyncio.start_server(drop, "127.0.0.1", 0)
-        async with listener, connect_task_app(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}") as app:
+        async with raw_server(answer) as url, connect_task_app(url, **connection) as app:
             await app.rollout({})
 
     with pytest.raises(TaskAppError) as caught:
         asyncio.run(run())
-    assert (caught.value.reason, caught.value.retryable) == ("disconnected", True)
+    return caught.value
+
+
+def test_slow_app_times_out_even_when_it_trickles():
+    async def trickle(writer):
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n")
+        for _ in range(40):
+            writer.write(b" ")
+            await asyncio.sleep(0.05)
+
+    error = raw_failure(trickle, timeout_s=0.3)
+    assert "no answer within 0.3 s" in str(error)
+    assert (error.reason, error.retryable) == ("timeout", True)
+
+
+def test_dropped_connection_is_retryable():
+    async def drop(writer):
+        writer.close()
+
+    error = raw_failure(drop)
+    assert (error.reason, error.retryable) == ("disconnected", True)
 
 
 @pytest.mark.parametrize("text", ["<html>", "", "{'a': 1}"])
