@@ -15,7 +15,7 @@ type Aggregate = Callable[[Float[Array, "r t"], Batch], Mean]
 
 def row_mean(values: Float[Array, "r t"], batch: Batch) -> Mean:
     """`(1/N) sum_i (1/n_i) sum_t x_it`: every trajectory weighs the same. GSPO eq. 5, GRPO (seq-mean-token-mean)."""
-    means = pool(values, batch) / jnp.maximum(lengths(batch), 1)
+    means = pool_mean(values, batch)
     return Mean(jnp.sum(means), jnp.asarray(batch.trajectories, means.dtype))
 
 
@@ -42,6 +42,11 @@ def pool(values: Float[Array, "r t"], batch: Batch) -> Float[Array, " i"]:
     trained = jnp.where(batch.loss_mask, values, 0)
     sums = jax.ops.segment_sum(trained.reshape(-1), jnp.reshape(batch.trajectory_ids, -1), values.size + 1)
     return sums.at[0].set(0)
+
+
+def pool_mean(values: Float[Array, "r t"], batch: Batch) -> Float[Array, " i"]:
+    """The mean of trained `values` of each trajectory; 0 for one without a trained token."""
+    return pool(values, batch) / jnp.maximum(lengths(batch), 1)
 
 
 def pool_max(values: Float[Array, "r t"], batch: Batch) -> Float[Array, " i"]:

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from gspo_jax.aggregation import Aggregate, lengths, pool, pool_max, spread
+from gspo_jax.aggregation import Aggregate, lengths, pool, pool_max, pool_mean, spread
 from gspo_jax.kl import k3
 from gspo_jax.losses import Loss
-from gspo_jax.ratios import require_float32
+from gspo_jax.ratios import advantages_of, token_log_ratio, trained_difference, weights_of
 from gspo_jax.types import Batch, Mean, Metrics, Prepare, Stats
 
 MAX_LOG_RHO = 20.0
@@ -29,11 +29,7 @@ def log_rho(batch: Batch) -> Float[Array, "*lead r t"]:
     """`proximal - behavior` at trained tokens, 0 elsewhere."""
     if batch.proximal_logprobs is None:
         raise ValueError("a correction needs batch.proximal_logprobs; the learner fills it in")
-    trained = jnp.asarray(batch.loss_mask)
-    proximal, behavior = (jnp.where(trained, x, 0) for x in (batch.proximal_logprobs, batch.behavior_logprobs))
-    for x in (proximal, behavior):
-        require_float32(x)
-    return jax.lax.stop_gradient(proximal - behavior)
+    return jax.lax.stop_gradient(trained_difference(batch.proximal_logprobs, batch.behavior_logprobs, batch))
 
 
 def token_truncate(batch: Batch, *, high: float = 2.0, low: float = 0.0) -> Float[Array, "r t"]:
@@ -64,7 +60,7 @@ def geometric_filter(batch: Batch, *, low: float = 0.99, high: float = 1.01) -> 
 
 def k3_filter(batch: Batch, *, most: float = 0.01) -> Float[Array, "r t"]:
     """1 for trajectories whose mean k3 estimate of KL(behavior || proximal) is at most `most`, else 0."""
-    mean = pool(k3(-log_rho(batch)), batch) / jnp.maximum(lengths(batch), 1)
+    mean = pool_mean(k3(-log_rho(batch)), batch)
     return _trained(batch, spread((mean <= most).astype(mean.dtype), batch))
 
 
@@ -75,7 +71,7 @@ def sequence_ratio(batch: Batch) -> Float[Array, " i"]:
 
 def geometric_ratio(batch: Batch) -> Float[Array, " i"]:
     """`e^((1/n_i) sum_t rho_it)` of each trajectory: a mean, so lengths compare."""
-    return _exp(pool(log_rho(batch), batch) / jnp.maximum(lengths(batch), 1))
+    return _exp(pool_mean(log_rho(batch), batch))
 
 
 def token_weight(batch: Batch) -> Float[Array, "r t"]:
@@ -102,10 +98,8 @@ def product(corrections: Sequence[Correction]) -> Correction:
 
 def off_policy_filter(logprobs: Float[Array, "r t"], batch: Batch, *, most: float) -> Float[Array, "r t"]:
     """DeepSeek-V3.2's sequence mask (arXiv 2512.02556): 0 where `A_i < 0` and `mean_t(proximal - logprobs) > most`, else 1."""
-    trained = jnp.asarray(batch.loss_mask)
-    gap = jnp.where(trained, jnp.asarray(batch.proximal_logprobs), 0) - jnp.where(trained, logprobs, 0)
-    mean = pool(jax.lax.stop_gradient(gap), batch) / jnp.maximum(lengths(batch), 1)
-    negative = pool_max(jnp.where(trained, batch.advantages, 0), batch) < 0
+    mean = pool_mean(jax.lax.stop_gradient(-token_log_ratio(logprobs, batch)), batch)
+    negative = pool_max(advantages_of(batch), batch) < 0
     return _trained(batch, spread(1 - (negative & (mean > most)).astype(mean.dtype), batch))
 
 
@@ -115,8 +109,7 @@ def off_policy_masked(loss: Loss, most: float) -> Loss:
     def masked(logprobs: Float[Array, "r t"], batch: Batch) -> tuple[Mean, Stats]:
         kept = off_policy_filter(logprobs, batch, most=most)
         trained = jnp.asarray(batch.loss_mask)
-        weights = kept if batch.weights is None else kept * jnp.where(trained, batch.weights, 0)
-        total, stats = loss(logprobs, batch._replace(weights=weights))
+        total, stats = loss(logprobs, batch._replace(weights=kept * weights_of(batch)))
         dropped = Mean(jnp.sum(trained & (kept == 0)).astype(kept.dtype), jnp.sum(trained).astype(kept.dtype))
         return total, stats | {"correction/off_policy_fraction": dropped}
 

@@ -4,6 +4,7 @@ A finding is one line that names the cause and the config key. A training step n
 resumed run, whose metrics are in its log, finds what an unbroken one would.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ WIDE = 0.01
 FIRST_MISMATCH = 0.05
 """Nats per token; a sound trainer and sampler of the same weights differ by 1e-6 (float32) to 1e-2 (bfloat16)."""
 TRUNCATED = 0.1
+LATER = re.compile(r"policy/clip_fraction_(?!1$)\d+$")
+"""Clip fractions of the minibatches after the first."""
 
 type History = Sequence[Mapping[str, Any]]
 """Metrics of consecutive steps, the newest last, each with its `step`."""
@@ -126,10 +129,7 @@ def _clip_fraction(config: Config, history: History) -> str | None:
     algorithm = config.algorithm
     if algorithm.variety not in CLIPPED or len(history) < PATIENCE:
         return None
-    shares = [
-        [v for n, v in m.items() if n.startswith("policy/clip_fraction_") and n[-1].isdigit() and _later(n)] for m in history
-    ]
-    shares = shares[-PATIENCE:]
+    shares = [[v for name, v in metrics.items() if LATER.match(name)] for metrics in history[-PATIENCE:]]
     if not all(shares) or any(v is None for row in shares for v in row):
         return None
     means = [sum(row) / len(row) for row in shares]
@@ -146,11 +146,6 @@ def _clip_fraction(config: Config, history: History) -> str | None:
             f'samples give no gradient. Widen {band}, lower training.learning_rate, or set guards.clip_fraction = "off"'
         )
     return None
-
-
-def _later(name: str) -> bool:
-    number = name.rpartition("_")[2]
-    return name == f"policy/clip_fraction_{number}" and int(number) > 1
 
 
 def _mismatch(config: Config, history: History) -> str | None:

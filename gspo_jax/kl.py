@@ -20,7 +20,7 @@ from jaxtyping import Float
 
 from gspo_jax.aggregation import Aggregate
 from gspo_jax.losses import Loss
-from gspo_jax.ratios import ratio_of, require_float32, token_log_ratio
+from gspo_jax.ratios import ratio_of, token_log_ratio, trained_difference
 from gspo_jax.types import Batch, Mean, Stats
 
 type Estimator = Callable[[Float[Array, "*lead"]], Float[Array, "*lead"]]
@@ -46,12 +46,9 @@ ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3}
 
 def difference(logprobs: Float[Array, "r t"], batch: Batch) -> Float[Array, "r t"]:
     """`logprobs - reference` at trained tokens, 0 elsewhere."""
-    require_float32(logprobs)
     if batch.reference_logprobs is None:
         raise ValueError("a KL penalty needs batch.reference_logprobs: log-probabilities under the frozen reference")
-    trained, reference = jnp.asarray(batch.loss_mask), jnp.asarray(batch.reference_logprobs)
-    require_float32(reference)
-    return jnp.where(trained, logprobs - jnp.where(trained, reference, 0), 0)
+    return trained_difference(logprobs, batch.reference_logprobs, batch)
 
 
 def plain(logprobs: Float[Array, "r t"], batch: Batch, *, estimator: Estimator = k3) -> Float[Array, "r t"]:

@@ -10,10 +10,10 @@ import optax
 from jax import Array
 from jaxtyping import Float
 
-from gspo_jax.aggregation import lengths, pool
+from gspo_jax.aggregation import lengths, pool_mean
 from gspo_jax.losses import Loss
 from gspo_jax.policy import LogProbs
-from gspo_jax.ratios import require_float32
+from gspo_jax.ratios import require_float32, trained_difference
 from gspo_jax.types import Batch, Mean, Metrics, Params, Peak, Prepare, Stats, TrainState, merge, nothing
 
 
@@ -158,7 +158,7 @@ def _progress(found: Array, old: Array, entropy: Array, micro: Batch) -> Stats:
     """Entropy, and the update drift: how far the policy has moved since the start of the step, per trained token."""
     trained = jnp.asarray(micro.loss_mask)
     tokens = jnp.sum(trained).astype(jnp.float32)
-    moved = jnp.where(trained, found - jnp.where(trained, old, 0), 0)
+    moved = trained_difference(found, old, micro)
     parts = {
         "policy/entropy": jnp.where(trained, entropy, 0),
         "drift/logprob_abs": jnp.abs(moved),
@@ -192,7 +192,7 @@ def _gap(batch: Batch, step: Array) -> Metrics:
     """
     trained = jnp.asarray(batch.loss_mask)
     age = jnp.where(trained, step - jnp.asarray(batch.versions), 0)
-    rho = jnp.where(trained, jnp.asarray(batch.proximal_logprobs) - jnp.where(trained, batch.behavior_logprobs, 0), 0)
+    rho = trained_difference(jnp.asarray(batch.proximal_logprobs), batch.behavior_logprobs, batch)
     fresh, stale = trained & (age <= 0), trained & (age > 0)
     gap, tokens = jnp.where(fresh, jnp.abs(rho), 0), jnp.sum(fresh)
     ordered = jnp.sort(jnp.where(fresh, gap, jnp.inf), axis=None)
@@ -212,5 +212,4 @@ def _gap(batch: Batch, step: Array) -> Metrics:
 
 def _sequence_gap(rho: Float[Array, "r t"], batch: Batch) -> Mean:
     """|mean over a trajectory's tokens|, summed over trajectories: what would stand in the sequence ratio's place."""
-    count = lengths(batch)
-    return Mean(jnp.sum(jnp.abs(pool(rho, batch)) / jnp.maximum(count, 1)), jnp.sum(count > 0).astype(rho.dtype))
+    return Mean(jnp.sum(jnp.abs(pool_mean(rho, batch))), jnp.sum(lengths(batch) > 0).astype(rho.dtype))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from gspo_jax.aggregation import Aggregate, budget_mean, pool, row_mean, row_sum, spread, token_mean
+from gspo_jax.aggregation import Aggregate, budget_mean, pool_mean, row_mean, row_sum, spread, token_mean
 from gspo_jax.ratios import (
     MAX_LOG_RATIO,
     advantages_of,
@@ -50,7 +50,7 @@ def gspo(
     """
     log_s, advantage, length = sequences(logprobs, batch)
     objective, low, high = clip_objective(log_s, advantage, eps_low, eps_high, max_log_ratio)
-    weight = pool(weights_of(batch), batch) / jnp.maximum(length, 1)
+    weight = pool_mean(weights_of(batch), batch)
     total = -jnp.sum(jnp.where(length > 0, objective * weight, 0))
     return Mean(total, jnp.asarray(batch.trajectories, total.dtype)), sequence_stats(log_s, length, low, high)
 
@@ -77,7 +77,7 @@ def gspo_token(
     objective, low, high = clip_objective(
         through + spread(jax.lax.stop_gradient(log_s), batch), advantages_of(batch), eps_low, eps_high
     )
-    shares = (pool(clipped.astype(log_s.dtype), batch) / jnp.maximum(length, 1) for clipped in (low, high))
+    shares = (pool_mean(clipped.astype(log_s.dtype), batch) for clipped in (low, high))
     return aggregate(-objective * weights_of(batch), batch), sequence_stats(log_s, length, *shares)
 
 
@@ -105,8 +105,8 @@ def gmpo(logprobs: Float[Array, "r t"], batch: Batch, *, eps_low: float = 0.4, e
     _, advantage, length = sequences(logprobs, batch)
     low, high = (x < -eps_low) & (token_advantage < 0), (x > eps_high) & (token_advantage > 0)
     clipped = jnp.where(token_advantage >= 0, jnp.where(x > eps_high, eps_high, x), jnp.where(x < -eps_low, -eps_low, x))
-    mean = pool(clipped, batch) / jnp.maximum(length, 1)
-    weight = pool(weights_of(batch), batch) / jnp.maximum(length, 1)
+    mean = pool_mean(clipped, batch)
+    weight = pool_mean(weights_of(batch), batch)
     total = -jnp.sum(jnp.where(length > 0, advantage * ratio_of(mean) * weight, 0))
     return Mean(total, jnp.asarray(batch.trajectories, total.dtype)), token_stats(x, batch, low, high)
 

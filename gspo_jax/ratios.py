@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from gspo_jax.aggregation import lengths, pool, pool_max
-from gspo_jax.types import Batch, Mean, Peak, Stats, Trough
+from gspo_jax.aggregation import lengths, pool_max, pool_mean
+from gspo_jax.types import Batch, Floats, Mean, Peak, Stats, Trough
 
 MAX_LOG_RATIO = 10.0
 BUCKETS = (16, 128, 1024)
@@ -23,20 +23,25 @@ def require_float32(logprobs: Array) -> None:
         )
 
 
+def trained_difference(a: Floats, b: Floats, batch: Batch) -> Float[Array, "*lead r t"]:
+    """`a - b` of two policies' log-probabilities at trained tokens, 0 elsewhere, whatever stands there. Float32 only."""
+    trained = jnp.asarray(batch.loss_mask)
+    for logprobs in (a, b):
+        require_float32(jnp.asarray(logprobs))
+    return jnp.where(trained, a, 0) - jnp.where(trained, b, 0)
+
+
 def token_log_ratio(logprobs: Float[Array, "r t"], batch: Batch) -> Float[Array, "r t"]:
     """Token log-ratios, 0 where nothing is trained; subtracted per token, so that equal values give exactly 0."""
-    require_float32(logprobs)
     if batch.proximal_logprobs is None:
         raise ValueError("the loss needs batch.proximal_logprobs: the ratio's `old`; the learner fills it in")
-    trained, old = jnp.asarray(batch.loss_mask), jnp.asarray(batch.proximal_logprobs)
-    require_float32(old)
-    return jnp.where(trained, logprobs - jnp.where(trained, old, 0), 0)
+    return trained_difference(logprobs, batch.proximal_logprobs, batch)
 
 
 def sequences(logprobs: Float[Array, "r t"], batch: Batch) -> tuple[Array, Array, Array]:
     """`log s_i`, `A_i`, `n_i` of each trajectory."""
-    length = lengths(batch)
-    return pool(token_log_ratio(logprobs, batch), batch) / jnp.maximum(length, 1), pool_max(advantages_of(batch), batch), length
+    log_s = pool_mean(token_log_ratio(logprobs, batch), batch)
+    return log_s, pool_max(advantages_of(batch), batch), lengths(batch)
 
 
 def advantages_of(batch: Batch) -> Float[Array, "r t"]:

@@ -86,9 +86,7 @@ def flat_value(group: Group, correctness: str | None) -> float | None:
 
 def choose(groups: Sequence[Group], count: int, correctness: str | None) -> tuple[Group, ...]:
     """`count` of the groups, in order: those with a difference first."""
-    mixed = [g for g in groups if not is_flat(g, correctness)]
-    flat = [g for g in groups if is_flat(g, correctness)]
-    return tuple((mixed + flat)[:count])
+    return tuple(sorted(groups, key=lambda group: is_flat(group, correctness))[:count])
 
 
 def numbered(groups: Sequence[Group]) -> list[Group]:
@@ -111,10 +109,7 @@ def _results(group: Group, correctness: str | None) -> list[float]:
     alive = [t for t in group.trajectories if t.reward is not None]
     if correctness is None:
         return [t.reward for t in alive if t.reward is not None]
-    for t in alive:
-        if correctness not in t.metrics:
-            raise _missing("correctness", correctness, t)
-    return [t.metrics[correctness] for t in alive]
+    return [_metric(t, "correctness", correctness) for t in alive]
 
 
 def _advantages(
@@ -175,16 +170,15 @@ def _token_rewards(
     return out
 
 
-def _missing(key: str, name: str, trajectory: Trajectory) -> SignalError:
-    reported = ", ".join(trajectory.metrics) or "none"
-    return SignalError(f"algorithm.{key}: the task app reported no metric {name!r}; it reported {reported}")
+def _metric(trajectory: Trajectory, key: str, name: str) -> float:
+    if name not in trajectory.metrics:
+        reported = ", ".join(trajectory.metrics) or "none"
+        raise SignalError(f"algorithm.{key}: the task app reported no metric {name!r}; it reported {reported}")
+    return trajectory.metrics[name]
 
 
 def _components(group: Group, name: str) -> list[float | None]:
-    for t in group.trajectories:
-        if t.reward is not None and name not in t.metrics:
-            raise _missing("reward_weights", name, t)
-    return [None if t.reward is None else t.metrics[name] for t in group.trajectories]
+    return [None if t.reward is None else _metric(t, "reward_weights", name) for t in group.trajectories]
 
 
 def flatten(advantages: Sequence[Sequence[Advantage]], groups: Sequence[Group]) -> list[float]:
