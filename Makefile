@@ -25,7 +25,7 @@ dev: .venv/installed-dev
 	touch $@ .venv/installed
 
 test: dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 check: dev
 	$(BIN)/ruff check .

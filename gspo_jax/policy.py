@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from pydantic import ValidationError
 
 from gspo_jax.models import ARCHITECTURES
+from gspo_jax.models.layers import Spots
 from gspo_jax.pretrained import resolve_model
 from gspo_jax.types import Batch, Params
 from serving_bridge.convert import Weight, WeightError, load_weights, save_folder
@@ -94,19 +95,11 @@ def logprobs_of(policy: Policy, *, temperature: float = 1.0) -> LogProbs:
     """The function that scores a packed micro-batch under softmax(logits / temperature), in float32 from the logits on."""
 
     def logprobs(params: Params, batch: Batch) -> tuple[Float[Array, "r t"], Float[Array, "r t"]]:
-        mask = attention_mask(batch)
-        hidden, _ = policy.model.apply({"params": params}, batch.tokens, batch.positions, mask)
-        return score(hidden, policy.head(params), batch, temperature)
+        spots = Spots(batch.positions, batch.segment_ids, batch.prefix_ids)
+        output = policy.model.apply({"params": params}, batch.tokens, spots)
+        return score(output.hidden, policy.head(params), batch, temperature)
 
     return logprobs
-
-
-def attention_mask(batch: Batch) -> Bool[Array, "r t t"]:
-    """Who sees whom: earlier tokens of the own segment and of its prefix segment."""
-    query, key = batch.segment_ids[:, :, None], batch.segment_ids[:, None, :]
-    index = jnp.arange(batch.tokens.shape[1])
-    shared = (batch.prefix_ids[:, :, None] == key) & (key > 0)
-    return (index[:, None] >= index[None, :]) & ((query == key) | shared) & (query > 0)
 
 
 def score(

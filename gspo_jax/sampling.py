@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int, UInt32
 
+from gspo_jax.models.layers import Spots
 from gspo_jax.policy import Policy
 from gspo_jax.types import Params
 
@@ -55,10 +56,10 @@ def prefill(policy: Policy, params: Params, tokens: Int[Array, "p t"], lengths: 
     """Cache and next-token logits of `p` prompts, right-padded to one bucket; padding is never attended to."""
     rows, width = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(width), tokens.shape)
-    mask = jnp.broadcast_to(positions[:, :, None] >= positions[:, None, :], (rows, width, width))
-    hidden, cache = policy.model.apply({"params": params}, tokens, positions, mask, policy.init_cache(rows, width))
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], 1)[:, 0]
-    return Slots(cache, _next_logits(policy, params, last))
+    spots = Spots(positions, (positions < lengths[:, None]).astype(jnp.int32))
+    output = policy.model.apply({"params": params}, tokens, spots, policy.init_cache(rows, width))
+    last = jnp.take_along_axis(output.hidden, (lengths - 1)[:, None, None], 1)[:, 0]
+    return Slots(output.cache, _next_logits(policy, params, last))
 
 
 def insert(slots: Slots, prompts: Slots, source: Int[Array, ""], target: Int[Array, ""]) -> Slots:
@@ -75,10 +76,9 @@ def insert(slots: Slots, prompts: Slots, source: Int[Array, ""], target: Int[Arr
 
 def decode(policy: Policy, params: Params, slots: Slots, tokens: Int[Array, " b"], positions: Int[Array, " b"]) -> Slots:
     """One token further in every slot. A position beyond the cache marks a free slot: nothing is written for it."""
-    length = jax.tree.leaves(slots.cache)[0].shape[2]
-    mask = jnp.arange(length)[None, None, :] <= positions[:, None, None]
-    hidden, cache = policy.model.apply({"params": params}, tokens[:, None], positions[:, None], mask, slots.cache)
-    return Slots(cache, _next_logits(policy, params, hidden[:, 0]))
+    spots = Spots(positions[:, None], jnp.ones_like(positions)[:, None])
+    output = policy.model.apply({"params": params}, tokens[:, None], spots, slots.cache)
+    return Slots(output.cache, _next_logits(policy, params, output.hidden[:, 0]))
 
 
 def _next_logits(policy: Policy, params: Params, hidden: Float[Array, "b d"]) -> Float[Array, "b v"]:

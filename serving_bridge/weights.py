@@ -21,12 +21,14 @@ class Weight:
     """One row: the same weights under both namings.
 
     `path`: Flax path, "/"-separated. `name`: Hugging Face name, `{l}` standing for the layer number. `layout`: Hugging Face
-    axes -> Flax axes of one tensor, without the stacked ones; letters get their sizes from the caller.
+    axes -> Flax axes of one tensor, without the stacked ones; letters get their sizes from the caller. `layers`: the layer
+    numbers `{l}` takes, for a leaf that stacks only some of them; None: all.
     """
 
     path: str
     name: str
     layout: str
+    layers: tuple[int, ...] | None = None
 
 
 def stacked(row: Weight) -> tuple[str, ...]:
@@ -53,7 +55,10 @@ def tensor_names(row: Weight, sizes: Mapping[str, int]) -> Iterator[tuple[tuple[
     """`(index into the leaf's stacked axes, Hugging Face name)` of each tensor of a row."""
     axes = stacked(row)
     for index in np.ndindex(*(_size(row, letter, sizes) for letter in axes)):
-        yield index, row.name.format(**dict(zip(axes, index, strict=True)))
+        numbers = dict(zip(axes, index, strict=True))
+        if "l" in numbers and row.layers is not None:
+            numbers["l"] = row.layers[numbers["l"]]
+        yield index, row.name.format(**numbers)
 
 
 def sides(row: Weight) -> tuple[str, str]:
@@ -75,6 +80,8 @@ def letters(row: Weight, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _size(row: Weight, letter: str, sizes: Mapping[str, int]) -> int:
+    if letter == "l" and row.layers is not None:
+        return len(row.layers)
     if letter not in sizes:
         raise WeightError(f"{row.path}: no size for axis {letter!r} of {row.name!r}, {row.layout!r}; sizes has {sorted(sizes)}")
     return sizes[letter]

@@ -15,6 +15,7 @@ import pytest
 from helpers_train import Commands, Finished, child, config_file, events
 
 from gspo_jax import checkpoint, evaluate_command, export, score
+from gspo_jax.models.layers import Spots
 from gspo_jax.policy import load_policy
 from gspo_jax.score import score_tokens
 
@@ -36,9 +37,8 @@ def test_score_gives_the_log_probability_of_every_next_token(model: Path, tmp_pa
     found = np.load(tmp_path / "scores.npz")["next_logprobs"]
     assert (found.shape, found.dtype) == ((11, 8), np.float32)
     policy, params = load_policy(model)
-    index = jnp.broadcast_to(jnp.arange(9), ids.shape)
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((9, 9), bool)), (11, 9, 9))
-    hidden, _ = policy.model.apply({"params": params}, jnp.asarray(ids), index, causal)
+    spots = Spots(jnp.broadcast_to(jnp.arange(9), ids.shape), jnp.ones_like(ids))
+    hidden = policy.model.apply({"params": params}, jnp.asarray(ids), spots).hidden
     plain = jax.nn.log_softmax(hidden.astype(jnp.float32) @ policy.head(params).T)
     expected = np.take_along_axis(np.asarray(plain)[:, :-1], ids[:, 1:, None], -1)[..., 0]
     np.testing.assert_allclose(found, expected, atol=2e-4)

@@ -95,8 +95,8 @@ def test_wsy_09_wsy_10_identity_tied_and_untied(model: str, table: tuple[Weight,
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Weight, dict[str, int], tuple[int, ...], list[str]]:
-    """A random row, sizes, and the shape and names of its tensors, worked out here from the drawn groups."""
+def cases(draw: st.DrawFn) -> tuple[tuple[str, str, str], dict[str, int], tuple[int, ...], list[str]]:
+    """A random row's fields, sizes, and the shape and names of its tensors, worked out here from the drawn groups."""
     sizes = {letter: draw(st.integers(1, 3)) for letter in "bdefhknv"}
     letters = draw(st.lists(st.sampled_from("dfhknv"), min_size=1, max_size=4, unique=True))
 
@@ -116,13 +116,16 @@ def cases(draw: st.DrawFn) -> tuple[Weight, dict[str, int], tuple[int, ...], lis
     name = draw(st.sampled_from(["w", "x.{b}.w", "x.{e}.y.{b}.w"]))
     names = sorted({name.format(b=b, e=e) for b in range(sizes["b"]) for e in range(sizes["e"])})
     shape = tuple(math.prod(sizes[letter] for letter in group) for group in hf)
-    return Weight("a/b", name, f"{text(hf)} -> {text(flax)}"), sizes, shape, names
+    return ("a/b", name, f"{text(hf)} -> {text(flax)}"), sizes, shape, names
 
 
 @settings(max_examples=60, deadline=None)
 @given(case=cases(), dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16]), seed=st.integers(0, 2**32 - 1))
-def test_identity_of_any_layout(case: tuple[Weight, dict[str, int], tuple[int, ...], list[str]], dtype: Any, seed: int):
-    row, sizes, shape, names = case
+def test_identity_of_any_layout(
+    case: tuple[tuple[str, str, str], dict[str, int], tuple[int, ...], list[str]], dtype: Any, seed: int
+):
+    (path, name, layout), sizes, shape, names = case
+    row = Weight(path, name, layout)
     rng = np.random.default_rng(seed)
     size = math.prod(shape) * np.dtype(dtype).itemsize
     tensors = {name: np.frombuffer(rng.bytes(size), dtype).reshape(shape) for name in names}

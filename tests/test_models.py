@@ -16,7 +16,8 @@ from safetensors.numpy import load_file
 from gspo_jax import sampling
 from gspo_jax.batch import Packing, pack
 from gspo_jax.models import llama
-from gspo_jax.policy import Policy, attention_mask, describe_policy, load_policy, logprobs_of, save_policy
+from gspo_jax.models.layers import Spots
+from gspo_jax.policy import Policy, describe_policy, load_policy, logprobs_of, save_policy
 from gspo_jax.types import Batch, Params
 from serving_bridge.convert import WeightError
 
@@ -37,19 +38,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def hidden_states(model: llama.Model, params: Params, *inputs):
-    return jax.jit(lambda params, *inputs: model.apply({"params": params}, *inputs)[0])(params, *inputs)
+    return jax.jit(lambda params, *inputs: model.apply({"params": params}, *inputs).hidden)(params, *inputs)
 
 
 def packed_states(policy: Policy, params: Params, batch: Batch):
     batch = jax.tree.map(jnp.asarray, batch)
-    return hidden_states(policy.model, params, batch.tokens, batch.positions, attention_mask(batch))
+    return hidden_states(policy.model, params, batch.tokens, Spots(batch.positions, batch.segment_ids, batch.prefix_ids))
 
 
-def causal(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and mask of whole rows."""
-    rows, length = ids.shape
-    positions = np.broadcast_to(np.arange(length, dtype=np.int32), ids.shape)
-    return positions, np.broadcast_to(np.tril(np.ones((length, length), bool)), (rows, length, length))
+def whole(ids: np.ndarray) -> Spots:
+    """Rows of one sequence each."""
+    positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+    return Spots(positions, np.ones(ids.shape, np.int32))
 
 
 def one_row(ids: np.ndarray, mode: str = "packed") -> Batch:
@@ -62,7 +62,7 @@ def one_row(ids: np.ndarray, mode: str = "packed") -> Batch:
 def test_logits_of_whole_sequences(golden, remat: str):
     policy, params, data = golden
     ids = data["input_ids"]
-    hidden = hidden_states(llama.Model(policy.config, policy.dtype, remat), params, ids, *causal(ids))
+    hidden = hidden_states(llama.Model(policy.config, policy.dtype, remat), params, ids, whole(ids))
     np.testing.assert_allclose(hidden @ policy.head(params).T, data["logits"], atol=TOLERANCE)
 
 
@@ -111,7 +111,7 @@ def test_no_gradient_flows_from_the_future():
     tokens = np.arange(1, 21, dtype=np.int32)[None]
 
     def total(params: Params, at):
-        return jnp.sum(jnp.sin(hidden_states(policy.model, params, tokens, *causal(tokens))[0, at]))
+        return jnp.sum(jnp.sin(hidden_states(policy.model, params, tokens, whole(tokens))[0, at]))
 
     derivative = jax.jit(jax.grad(total))
     for place in (0, 7, 19):
@@ -151,10 +151,12 @@ def test_logits_of_a_whole_batch_never_exist():
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: silu"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_type='yarn' is not supported; supported: default, llama3",
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope_type='dynamic' is not supported; supported: default, linear, llama3, yarn",
         ),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' is not supported"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_type='linear' needs factor in rope_parameters"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'} is not supported"),
+        ({"attention_logit_cap": 30.0}, "attention_logit_cap=30.0 is not supported"),
         ({"model_type": "mamba"}, "model_type='mamba' is not supported; supported: llama"),
         ({"model_type": None}, "model_type=None is not supported"),
         ({"vocab_size": None}, "vocab_size"),
@@ -181,9 +183,7 @@ def test_older_spellings_of_the_config_mean_the_same():
     old = {k: v for k, v in tiny_config(num_key_value_heads=None).items() if k != "head_dim"}
     found = llama.Config.model_validate(old)
     assert (found.head_dim, found.num_key_value_heads) == (8, 4)
-    np.testing.assert_array_equal(
-        llama.rope_frequencies(8, new.rope_parameters), llama.rope_frequencies(8, found.rope_parameters)
-    )
+    np.testing.assert_array_equal(new.rope().frequencies, found.rope().frequencies)
 
 
 @pytest.mark.parametrize("change", [{}, {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}])

@@ -2,7 +2,11 @@
 
 from types import ModuleType
 
-from gspo_jax.models import llama
+from gspo_jax.models import llama, qwen2, qwen3
 
-ARCHITECTURES: dict[str, ModuleType] = {"llama": llama}
+ARCHITECTURES: dict[str, ModuleType] = {
+    "llama": llama,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+}
 """By `model_type` of the checkpoint's config.json."""

@@ -1,6 +1,7 @@
-"""What the architectures share: the one place that multiplies weights, RMS norm, rotary embedding, attention.
+"""What the architectures share: the one place that multiplies weights, RMS norm, who sees whom, attention.
 
-Letters: b batch, t query time, s key time, d model, n query heads, k key-value heads, h head, f mlp, v vocabulary, l layers.
+Letters: b batch, t query time, s key time, d model, n query heads, k key-value heads, h head, f mlp, v vocabulary, l layers,
+e experts, r LoRA rank.
 """
 
 import math
@@ -11,17 +12,80 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array
 from jaxtyping import Bool, Float, Int
+from numpy import ndarray
+
+from gspo_jax.models.quantize import matrix
+
+Ints = Int[Array, "b t"] | Int[ndarray, "b t"]
 
 
 class Cache(NamedTuple):
-    """Keys and values of everything a row has seen, by layer."""
+    """What a row remembers, by layer of its kind: keys and values of everything seen, or the state of linear attention."""
 
     keys: Float[Array, "l b s k h"]
     values: Float[Array, "l b s k h"]
+    conv: Float[Array, "m b w c"] | None = None
+    """The last inputs of the short convolution, oldest first."""
+    state: Float[Array, "m b n i j"] | None = None
+    """Recurrent state of each head, float32."""
+
+
+class Spots(NamedTuple):
+    """Where tokens are. Without a cache, what `Batch` calls them; with one, a row is one sequence, keys at their positions."""
+
+    positions: Ints
+    segments: Ints
+    """0 is padding: nothing sees it and nothing is remembered of it."""
+    prefixes: Ints | None = None
+    """Segment that is also attended to; 0 or None is none."""
+
+
+class Context(NamedTuple):
+    """What every layer of one forward pass looks at."""
+
+    spots: Spots
+    mask: Bool[Array, "b t s"]
+    window: Bool[Array, "b t s"] | None
+    """`mask` cut to the sliding window, where some layers have one."""
+
+
+class Layer(NamedTuple):
+    """What one layer of the stack is told."""
+
+    number: Int[Array, ""]
+    slot: Int[Array, ""]
+    """Its place in the part of the cache that its kind uses."""
+    experts: Int[Array, "b t e"] | None = None
+    """Expert choices to replay, -1 where there are none; None: the router decides."""
+
+
+def context_of(spots: Spots, keys: int | None, window: int | None) -> Context:
+    """Masks of a forward pass over rows (`keys` None) or over a cache of `keys` positions."""
+    if keys is None:
+        mask = row_mask(spots)
+        at = spots.positions[:, None, :]
+    else:
+        at = jnp.arange(keys)[None, None, :]
+        mask = at <= spots.positions[:, :, None]
+    near = None if window is None else mask & (spots.positions[:, :, None] - at < window)
+    return Context(spots, mask, near)
+
+
+def row_mask(spots: Spots) -> Bool[Array, "b t t"]:
+    """Who sees whom in packed rows: earlier tokens of the own segment and of its prefix segment."""
+    query, key = spots.segments[:, :, None], spots.segments[:, None, :]
+    index = jnp.arange(spots.segments.shape[1])
+    related = query == key
+    if spots.prefixes is not None:
+        related |= (spots.prefixes[:, :, None] == key) & (key > 0)
+    return (index[:, None] >= index[None, :]) & related & (query > 0)
 
 
 class Linear(nn.Module):
-    """`x @ kernel` with tokens flattened: XLA's fast kernels, forward and backward, want 2-D operands."""
+    """`x @ kernel (+ x @ lora_a @ lora_b)` with tokens flattened: XLA's fast kernels want 2-D operands.
+
+    A kernel may be a quantized array; an adapter is present exactly when its two leaves are among the parameters.
+    """
 
     shape: tuple[int, ...]
     """Kernel shape: input features first, then output features (which may be several axes)."""
@@ -32,59 +96,51 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), self.shape, jnp.float32)
         features = math.prod(self.shape[: self.inputs])
-        flat = x.reshape(-1, features) @ kernel.astype(self.dtype).reshape(features, -1)
-        out = flat.reshape(*x.shape[: x.ndim - self.inputs], *self.shape[self.inputs :])
+        flat = x.reshape(-1, features)
+        kernel = parameter(self, "kernel", nn.initializers.lecun_normal(), self.shape)
+        out = flat @ matrix(kernel, self.dtype).reshape(features, -1)
+        if self.has_variable("params", "lora_a"):
+            a, b = (self.get_variable("params", name).astype(self.dtype) for name in ("lora_a", "lora_b"))
+            out += (flat @ a.reshape(features, -1)) @ b.reshape(b.shape[0], -1)
+        out = out.reshape(*x.shape[: x.ndim - self.inputs], *self.shape[self.inputs :])
         if self.use_bias:
-            out += self.param("bias", nn.initializers.zeros, self.shape[self.inputs :], jnp.float32).astype(self.dtype)
+            out += parameter(self, "bias", nn.initializers.zeros, self.shape[self.inputs :]).astype(self.dtype)
         return out
 
 
+def parameter(module: nn.Module, name: str, initial: Any, shape: tuple[int, ...]) -> Any:
+    """A parameter as it was given, quantized arrays included; a float32 one of `shape` when initializing."""
+    if module.has_variable("params", name):
+        return module.get_variable("params", name)
+    return module.param(name, initial, shape, jnp.float32)
+
+
 class RMSNorm(nn.Module):
-    """`x / rms(x) * scale`, the mean square taken in float32."""
+    """`x / rms(x) * (scale + offset)`, the mean square taken in float32."""
 
     eps: float
     dtype: Any = jnp.float32
+    offset: float = 0.0
 
     @nn.compact
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],), jnp.float32)
+        scale = self.param("scale", nn.initializers.constant(1 - self.offset), (x.shape[-1],), jnp.float32)
         wide = x.astype(jnp.float32)
         normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.eps)
-        return (normed * scale).astype(self.dtype)
-
-
-def rope_frequencies(head_dim: int, rope: dict[str, Any]) -> Float[Array, " half"]:
-    """Inverse wavelengths of the rotary embedding: `default`, or `llama3`'s blend that stretches the long ones."""
-    inverse = 1.0 / float(rope["rope_theta"]) ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return inverse
-    if kind != "llama3":
-        raise ValueError(f"rope_type={kind!r} is not supported; supported: default, llama3")
-    factor, low, high = (float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    turns = rope["original_max_position_embeddings"] * inverse / (2 * math.pi)
-    keep = jnp.clip((turns - low) / (high - low), 0, 1)
-    return keep * inverse + (1 - keep) * inverse / factor
-
-
-def rotate(
-    x: Float[Array, "b t n h"], positions: Int[Array, "b t"], frequencies: Float[Array, " half"]
-) -> Float[Array, "b t n h"]:
-    """`x` with its two halves rotated by position times frequency (float32 angles)."""
-    angles = positions[..., None, None].astype(jnp.float32) * frequencies
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+        return (normed * (scale + self.offset if self.offset else scale)).astype(self.dtype)
 
 
 def attend(
-    q: Float[Array, "b t n h"], k: Float[Array, "b s k h"], v: Float[Array, "b s k h"], mask: Bool[Array, "b t s"]
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b s k h"],
+    v: Float[Array, "b s k h"],
+    mask: Bool[Array, "b t s"],
+    scale: float,
 ) -> Float[Array, "b t n h"]:
     """Grouped-query attention where `mask` allows; softmax in float32. A query that sees nothing returns finite garbage."""
     b, t, n, h = q.shape
     groups = q.reshape(b, t, k.shape[2], -1, h)
-    scores = jnp.einsum("btkgh,bskh->bkgts", groups, k, preferred_element_type=jnp.float32) / math.sqrt(h)
+    scores = jnp.einsum("btkgh,bskh->bkgts", groups, k, preferred_element_type=jnp.float32) * scale
     weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, -1e30), -1).astype(v.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(b, t, n, h)

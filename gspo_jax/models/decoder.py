@@ -1,0 +1,256 @@
+"""A decoder: embedding, a scanned stack of layers, final norm. An architecture says what one of its layers is."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array
+from jaxtyping import Float, Int
+
+from gspo_jax.models.layers import Cache, Context, Ints, Layer, Linear, RMSNorm, Spots, attend, context_of
+from gspo_jax.models.rotary import Rope, rotate
+from gspo_jax.models.settings import Settings
+
+LONGEST_UNIT = 8
+"""Most layers that repeat together as one step of the scan."""
+
+type Carry = tuple[Array, Cache | None]
+
+
+class Output(NamedTuple):
+    """What a forward pass returns."""
+
+    hidden: Float[Array, "b t d"]
+    """After the final norm. The head is applied by `policy`, which never builds `[b t v]`."""
+    cache: Cache | None
+    routing: Any = None
+    """What the routers chose, by layer that has experts (`experts.Routing`); None without any."""
+
+
+class Stage(NamedTuple):
+    """Layers `first, first + 1, ...`: `unit` repeated."""
+
+    first: int
+    unit: tuple[str, ...]
+    repeats: int
+
+    def numbers(self, place: int) -> tuple[int, ...]:
+        """The layers at one place of the unit."""
+        return tuple(range(self.first + place, self.first + len(self.unit) * self.repeats, len(self.unit)))
+
+
+def stages(kinds: Sequence[str]) -> tuple[Stage, ...]:
+    """Any sequence of kinds as few scans: at each point the unit whose repetition covers most, the shorter one of equals."""
+    found, at = [], 0
+    while at < len(kinds):
+        best = Stage(at, (kinds[at],), 1)
+        for size in range(1, min(LONGEST_UNIT, (len(kinds) - at) // 2) + 1):
+            unit, repeats = tuple(kinds[at : at + size]), 1
+            while tuple(kinds[at + size * repeats : at + size * (repeats + 1)]) == unit:
+                repeats += 1
+            if repeats > 1 and size * repeats > len(best.unit) * best.repeats:
+                best = Stage(at, unit, repeats)
+        found.append(best)
+        at += len(best.unit) * best.repeats
+    return tuple(found)
+
+
+class Attention(nn.Module):
+    """Rotary grouped-query attention over the row itself, or over a cache that its keys and values are first written to."""
+
+    config: Settings
+    dtype: Any
+    gated: bool = False
+    """Whether each query head comes with a gate on its output."""
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "b t d"], context: Context, layer: Layer, cache: Cache | None
+    ) -> tuple[Float[Array, "b t d"], Cache | None]:
+        c, positions = self.config, context.spots.positions
+        bias, out_bias = c.biases
+        rope, mask = self.reach(context, layer)
+
+        def project(name: str, *axes: int) -> Array:
+            return Linear((c.hidden_size, *axes, c.head_dim), 1, bias, self.dtype, name=name)(x)
+
+        def place(heads: Array, name: str) -> Array:
+            if c.qk_norm:
+                heads = RMSNorm(c.rms_norm_eps, self.dtype, c.norm_offset, name=name)(heads)
+            return rotate(heads, positions, rope)
+
+        q, gate = project("query", c.num_attention_heads, *((2,) if self.gated else ())), None
+        if self.gated:
+            q, gate = q[..., 0, :], q[..., 1, :]
+        q = place(q, "query_norm")
+        k = place(project("key", c.num_key_value_heads), "key_norm")
+        v = project("value", c.num_key_value_heads)
+        if cache is not None:
+            rows = jnp.arange(x.shape[0])[:, None]
+            cache = cache._replace(
+                keys=cache.keys.at[layer.slot, rows, positions].set(k, mode="drop"),
+                values=cache.values.at[layer.slot, rows, positions].set(v, mode="drop"),
+            )
+            k, v = cache.keys[layer.slot], cache.values[layer.slot]
+        out = attend(q, k, v, mask, c.attention_scale)
+        if gate is not None:
+            out *= nn.sigmoid(gate)
+        shape = (c.num_attention_heads, c.head_dim, c.hidden_size)
+        return Linear(shape, 2, out_bias, self.dtype, name="out")(out), cache
+
+    def reach(self, context: Context, layer: Layer) -> tuple[Rope, Array]:
+        """The rotary embedding and the mask of this layer."""
+        sliding = self.config.sliding
+        if context.window is None or not any(sliding):
+            return self.config.rope(), context.mask
+        if all(sliding):
+            return self.config.rope(), context.window
+        return self.config.rope(), jnp.where(jnp.asarray(sliding)[layer.number], context.window, context.mask)
+
+
+class MLP(nn.Module):
+    """`down(act(gate x) * up x)`."""
+
+    model: int
+    width: int
+    dtype: Any
+    use_bias: bool = False
+    act: Callable[[Array], Array] = nn.silu
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
+        wide = (self.model, self.width)
+        gate = Linear(wide, 1, self.use_bias, self.dtype, name="gate")(x)
+        up = Linear(wide, 1, self.use_bias, self.dtype, name="up")(x)
+        return Linear(wide[::-1], 1, self.use_bias, self.dtype, name="down")(self.act(gate) * up)
+
+
+class Block(nn.Module):
+    """One pre-norm layer in the form `scan` wants: carry in, carry out. Architectures override its two halves."""
+
+    config: Settings
+    dtype: Any
+    kind: str
+
+    @nn.compact
+    def __call__(self, carry: Carry, layer: Layer, context: Context) -> tuple[Carry, Any]:
+        x, cache = carry
+        y, cache = self.mix(self.norm("attention_norm", x), context, layer, cache)
+        x = x + y
+        y, routing = self.feed_forward(self.norm("mlp_norm", x), context, layer)
+        return (x + y, cache), routing
+
+    def norm(self, name: str, x: Array) -> Array:
+        return RMSNorm(self.config.rms_norm_eps, self.dtype, self.config.norm_offset, name=name)(x)
+
+    def mix(self, x: Array, context: Context, layer: Layer, cache: Cache | None) -> tuple[Array, Cache | None]:
+        """What tokens learn of each other."""
+        return Attention(self.config, self.dtype, name="attention")(x, context, layer, cache)
+
+    def feed_forward(self, x: Array, context: Context, layer: Layer) -> tuple[Array, Any]:
+        """What each token makes of it, and the routing of its experts."""
+        c = self.config
+        return MLP(c.hidden_size, c.intermediate_size, self.dtype, name="mlp")(x), None
+
+
+class Unit(nn.Module):
+    """Several layers as one step of the scan."""
+
+    block: type[Block]
+    config: Settings
+    dtype: Any
+    kinds: tuple[str, ...]
+
+    @nn.compact
+    def __call__(self, carry: Carry, layers: tuple[Layer, ...], context: Context) -> tuple[Carry, Any]:
+        found = []
+        for i, (kind, layer) in enumerate(zip(self.kinds, layers, strict=True)):
+            carry, routing = self.block(self.config, self.dtype, kind, name=f"block{i}")(carry, layer, context)
+            found.append(routing)
+        return carry, tuple(found)
+
+
+class Decoder(nn.Module):
+    """Hidden states of tokens; `experts` are choices to replay, by layer that has them. A subclass names its `block`."""
+
+    block: ClassVar[type[Block]] = Block
+
+    config: Settings
+    dtype: Any = jnp.float32
+    remat: str = "none"
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Ints,
+        spots: Spots,
+        cache: Cache | None = None,
+        experts: Int[Array, "l b t k"] | None = None,
+    ) -> Output:
+        c = self.config
+        table = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size), jnp.float32)
+        if not c.tie_word_embeddings:
+            self.param("head", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size), jnp.float32)
+        x = jnp.take(table, tokens, axis=0).astype(self.dtype)
+        if c.embedding_scale != 1:
+            x *= jnp.asarray(c.embedding_scale, self.dtype)
+        keys = None if cache is None else cache.keys.shape[2]
+        context = context_of(spots, keys, c.sliding_window if any(c.sliding) else None)
+        block = nn.remat(self.block, prevent_cse=False) if self.remat == "layer" else self.block
+        carry, routing, plan = (x, cache), [], stages(c.kinds)
+        for i, stage in enumerate(plan):
+            layers = tuple(_told(c, stage.numbers(place), experts) for place in range(len(stage.unit)))
+            scanned = _scanned(block, c, self.dtype, stage, stage_name(plan, i))
+            carry, found = scanned(carry, layers if len(stage.unit) > 1 else layers[0], context)
+            routing.append(_interleaved(found if len(stage.unit) > 1 else (found,)))
+        x, cache = carry
+        routing = [each for each in routing if each is not None]
+        merged = jax.tree.map(lambda *parts: jnp.concatenate(parts), *routing) if routing else None
+        return Output(RMSNorm(c.rms_norm_eps, self.dtype, c.norm_offset, name="norm")(x), cache, merged)
+
+
+def _scanned(block: type[Block], config: Settings, dtype: Any, stage: Stage, name: str) -> Any:
+    """A stage's layers as one module, its weights stacked over the repetitions."""
+    single = len(stage.unit) == 1
+    over = nn.scan(
+        block if single else Unit,
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=(0, nn.broadcast),  # pyright: ignore[reportArgumentType]
+        length=stage.repeats,
+    )
+    make: Any = over if single else partial(over, block)
+    return make(config, dtype, stage.unit[0] if single else stage.unit, name=name)
+
+
+def stage_name(plan: Sequence[Stage], index: int) -> str:
+    """Name of a stage among the parameters."""
+    return "layers" if len(plan) == 1 else f"layers{index}"
+
+
+def _told(config: Settings, numbers: tuple[int, ...], experts: Array | None) -> Layer:
+    """What the layers of these numbers are told, stacked."""
+    kind, memory = config.kinds[numbers[0]], config.remembers
+    slots = [sum(memory(other) == memory(kind) for other in config.kinds[:n]) for n in numbers]
+    choices = None
+    if experts is not None and config.routes(kind):
+        choices = experts[jnp.asarray([sum(map(config.routes, config.kinds[:n])) for n in numbers])]
+    return Layer(jnp.asarray(numbers), jnp.asarray(slots), choices)
+
+
+def _interleaved(found: Sequence[Any]) -> Any:
+    """Per-place results `[repeats ...]` of a unit as results by layer `[repeats * places ...]`; places without any left out."""
+    found = [each for each in found if each is not None]
+    if not found:
+        return None
+    return jax.tree.map(lambda *parts: jnp.stack(parts, 1).reshape(-1, *parts[0].shape[1:]), *found)
+
+
+def init_cache(config: Settings, rows: int, length: int, dtype: Any) -> Cache:
+    """An empty cache of keys and values for `rows` sequences of up to `length` tokens."""
+    layers = sum(config.remembers(kind) == "keys" for kind in config.kinds)
+    shape = (layers, rows, length, config.num_key_value_heads, config.head_dim)
+    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
