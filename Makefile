@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart install dev test check format constraints docs
+.PHONY: quickstart install dev test check format constraints docs torch
 
 quickstart: install
 	$(BIN)/python -m gspo_jax.train $(CONFIG)
@@ -24,8 +24,18 @@ dev: .venv/installed-dev
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --override overrides.txt -e '.[dev]'
 	touch $@ .venv/installed
 
-test: dev
+test: dev torch
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+
+# torch and transformers, for comparisons only. Without Python 3.11 or torch those tests are skipped, with the reason.
+torch: .venv/bin/uv
+	@$(MAKE) --silent .venv-torch/installed || echo "no environment with torch: comparisons with transformers will be skipped"
+
+.venv-torch/installed: tests/torch_requirements.txt
+	$(BIN)/uv venv --quiet --clear --seed --python 3.11 .venv-torch
+	.venv-torch/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	.venv-torch/bin/pip install --quiet --disable-pip-version-check -r tests/torch_requirements.txt
+	touch $@
 
 check: dev
 	$(BIN)/ruff check .

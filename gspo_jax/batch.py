@@ -7,8 +7,10 @@ from itertools import pairwise
 import numpy as np
 
 from gspo_jax.types import Batch
-from rollout.types import Group, Trajectory
+from rollout.types import Group, Trajectory, Turn
 
+type Choices = tuple[tuple[tuple[int, ...], ...] | None, ...]
+"""Recorded experts of each token, by layer that has experts; None where there are none."""
 type Advantage = float | Sequence[float] | np.ndarray | None
 """Of a trajectory: one number, a sequence of one per turn, or an array of one per sampled token; None leaves it out."""
 
@@ -24,6 +26,7 @@ class Segment:
     advantages: tuple[float, ...]
     prefix: int
     trajectory: int
+    experts: Choices = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,8 @@ def pack(groups: Sequence[Group], advantages: Sequence[Sequence[Advantage]], min
 
     Void trajectories and those whose advantage is None take no part, not even in a denominator; the others are spread evenly,
     in order, over the steps. The number of micro-batches is rounded up to a power of two, so that few shapes are ever
-    compiled. Raises ValueError for a trajectory longer than a row.
+    compiled. `experts` is there if any turn carries choices; a shared prompt has those of its first member. Raises ValueError
+    for a trajectory longer than a row.
     """
     members = [(g, t, a) for g, (group, row) in enumerate(zip(groups, advantages, strict=True))
                for t, a in zip(group.trajectories, row, strict=True)]  # fmt: skip
@@ -76,7 +80,7 @@ def pack(groups: Sequence[Group], advantages: Sequence[Sequence[Advantage]], min
     micros = [_place(list(_items(step, packing)), packing) for step in steps]
     rows = max((len(m) for step in micros for m, _ in step), default=1)
     depth = _power_of_two(max(len(step) for step in micros))
-    arrays = _blank((len(steps), depth, max(rows, packing.rows), packing.length))
+    arrays = _blank((len(steps), depth, max(rows, packing.rows), packing.length), _recorded(taking))
     for i, step in enumerate(micros):
         for j, (layout, count) in enumerate(step):
             _write(arrays, (i, j), layout)
@@ -108,8 +112,10 @@ def segments_of(trajectory: Trajectory, advantage: float | Sequence[float] | np.
         else:
             segments.append(last := Segment((), (), (), (), (), len(turn.prompt_ids), number))
             seen = turn.prompt_ids
+        chosen = _choices(turn)
         segments[-1] = replace(
             last,
+            experts=tuple(a or b for a, b in zip(last.experts, chosen, strict=False)) + chosen[len(last.tokens) :],
             tokens=last.tokens + seen + turn.completion_ids,
             trained=last.trained + (False,) * len(seen) + (True,) * len(turn.completion_ids),
             logprobs=last.logprobs + (0.0,) * len(seen) + turn.logprobs,
@@ -117,6 +123,22 @@ def segments_of(trajectory: Trajectory, advantage: float | Sequence[float] | np.
             advantages=last.advantages + (0.0,) * len(seen) + tuple(values),
         )
     return segments
+
+
+def _choices(turn: Turn) -> Choices:
+    """The experts of every token of a turn that the sampler processed, so not of its last."""
+    size = len(turn.prompt_ids) + len(turn.completion_ids)
+    if turn.experts is None:
+        return (None,) * size
+    if len(turn.experts) != size:
+        raise ValueError(f"experts of {len(turn.experts)} tokens for a turn of {size}: one per token is needed")
+    return tuple(None if token[0][0] < 0 else token for token in turn.experts)
+
+
+def _recorded(taking: list) -> tuple[int, int] | None:
+    """`(layers, choices)` of the first turn that carries experts."""
+    turns = (turn for _, trajectory, _ in taking for turn in trajectory.turns)
+    return next(((len(turn.experts[0]), len(turn.experts[0][0])) for turn in turns if turn.experts), None)
 
 
 def _items(step: list, packing: Packing) -> Iterator[Item]:
@@ -185,10 +207,11 @@ def _power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def _blank(shape: tuple[int, int, int, int]) -> Batch:
+def _blank(shape: tuple[int, int, int, int], experts: tuple[int, int] | None) -> Batch:
     ints, floats = (lambda: np.zeros(shape, np.int32)), (lambda: np.zeros(shape, np.float32))
     return Batch(ints(), ints(), ints(), ints(), ints(), ints(), np.zeros(shape, bool), floats(), floats(), ints(),
-                 np.zeros(shape[:2], np.float32))  # fmt: skip
+                 np.zeros(shape[:2], np.float32),
+                 experts=None if experts is None else np.full((*shape, *experts), -1, np.int32))  # fmt: skip
 
 
 def _write(batch: Batch, where: tuple[int, int], layout: Layout) -> None:
@@ -232,3 +255,7 @@ def _lay(
     batch.advantages[span] = segment.advantages[part]
     batch.versions[span] = segment.versions[part]
     batch.behavior_logprobs[span] = np.where(trained, segment.logprobs[part], 0)
+    if batch.experts is not None:
+        for i, choice in zip(index, segment.experts[part], strict=True):
+            if choice is not None:
+                batch.experts[(*row, i)] = choice

@@ -1,6 +1,7 @@
 """From a config to functions: the loss, the optimizer, the learner, the batch. What training and replay share."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gspo_jax import adapters
 from gspo_jax.batch import Packing, pack
 from gspo_jax.config import ConfigError, row_length
 from gspo_jax.config_report import minibatch_size, minibatches, total_steps
@@ -19,6 +21,7 @@ from gspo_jax.policy import Policy, logprobs_of
 from gspo_jax.sections import Config
 from gspo_jax.sharding import Placement
 from gspo_jax.signal import Penalties, Signal, numbered, signal
+from gspo_jax.start import Start
 from gspo_jax.types import Batch, Params
 from rollout.types import Group
 
@@ -41,63 +44,89 @@ class Trainer(NamedTuple):
     learner: Learner
     batch: Callable[[Sequence[Group], Params], Prepared]
     """Groups and the parameters before the step to the batch of the step."""
+    frozen: Params | None
+    """Weights that `learner.update` computes with and does not train, in their places."""
 
 
 def check_capabilities(config: Config) -> None:
     """ConfigError for what a valid config may ask and this version cannot do."""
     problems = []
-    if config.model.trainer_mode != "full":
-        problems.append(f'model.trainer_mode: "{config.model.trainer_mode}" is not available yet; set trainer_mode = "full"')
     if config.serving.engine == "vllm":
         problems.append('serving.engine: "vllm" is not available yet; set engine = "jax"')
     if problems:
         raise ConfigError("config", problems)
 
 
-def build_trainer(config: Config, policy: Policy, placement: Placement, start: Params) -> Trainer:
-    """The learner and the batches a config describes. `start` are the starting weights, kept only if a KL refers to them."""
+def build_trainer(config: Config, start: Start, placement: Placement) -> Trainer:
+    """The learner and the batches a config describes. The reference of a KL is what `start` is without its adapter, at no
+    memory cost; in the mode full a copy of its weights, kept only if a KL refers to them."""
+    check_routing(config, start.policy)
     algorithm = config.algorithm
     objective = build_objective(algorithm, config.policy.max_tokens * config.rollout.max_turns)
-    logprobs = logprobs_of(policy, temperature=config.policy.temperature)
+    logprobs = logprobs_of(start.policy, temperature=config.policy.temperature)
+    attach = partial(adapters.attach, start.adapter) if start.adapter else None
     learn = learner(
         logprobs,
         objective.loss,
         build_optimizer(config),
         max_grad_norm=config.optimizer.max_grad_norm,
         prepare=objective.prepare,
+        attach=attach,
     )
     score = jax.jit(lambda params, batch: score_batch(logprobs, params, batch))
-    reference = placement.state(jax.tree.map(jnp.copy, start)) if algorithm.kl_beta > 0 else None
+    frozen = None if start.frozen is None else placement.state(start.frozen)
+    reference = None
+    if algorithm.kl_beta > 0:
+        reference = placement.state(jax.tree.map(jnp.copy, start.params)) if frozen is None else frozen
+    layout = Packing(row_length(config), config.training.rows_per_microbatch, packing_mode(config, start.policy))
 
     def batch(groups: Sequence[Group], params: Params) -> Prepared:
         penalties, metrics = None, {}
         if reference is not None and algorithm.kl_in == "reward":
-            penalties, mean = _penalties(config, groups, lambda b: (score(params, b), score(reference, b)), placement)
+            whole = params if attach is None or frozen is None else attach(params, frozen)
+            penalties, mean = _penalties(config, groups, lambda b: (score(whole, b), score(reference, b)), placement, layout)
             metrics["policy/kl_reference"] = mean
         found = signal(algorithm, groups, config.policy.max_tokens, penalties)
-        packed = _pack(config, groups, found.advantages)
+        packed = pack(groups, found.advantages, minibatch_size(config), layout)
         placed = placement.batch(packed)
         if objective.reference:
             placed = placed._replace(reference_logprobs=score(reference, placed))
         return Prepared(placed, found, batch_digest(packed), metrics)
 
-    return Trainer(learn, batch)
+    return Trainer(learn, batch, frozen)
 
 
-def _pack(config: Config, groups: Sequence[Group], advantages: Sequence) -> Batch:
-    packing = Packing(row_length(config), config.training.rows_per_microbatch, config.training.packing)
-    return pack(groups, advantages, minibatch_size(config), packing)
+def check_routing(config: Config, policy: Policy) -> None:
+    """ConfigError when expert choices are to be replayed and the model has no experts."""
+    if config.algorithm.routing_replay != "off" and not any(map(policy.config.routes, policy.config.kinds)):
+        raise ConfigError("config", [
+            f'algorithm.routing_replay: "{config.algorithm.routing_replay}" needs a mixture of experts, and '
+            f'{policy.architecture} in {policy.folder} has no layer with experts; use routing_replay = "off"'
+        ])  # fmt: skip
+
+
+def packing_mode(config: Config, policy: Policy) -> str:
+    """How rows are laid out for this model: `auto` is shared_prefix where that can be. ConfigError where it cannot."""
+    asked = config.training.packing
+    if not policy.config.recurrent:
+        return "shared_prefix" if asked == "auto" else asked
+    if asked == "shared_prefix":
+        raise ConfigError("config", [
+            f'training.packing: "shared_prefix" lays a prompt down once for all its completions, which the linear attention of '
+            f'{policy.architecture} cannot branch from; use packing = "packed", or "auto"'
+        ])  # fmt: skip
+    return "packed" if asked == "auto" else asked
 
 
 def _penalties(
-    config: Config, groups: Sequence[Group], score: Callable, placement: Placement
+    config: Config, groups: Sequence[Group], score: Callable, placement: Placement, layout: Packing
 ) -> tuple[Penalties, float | None]:
     """`kl_beta` times the KL estimate at every sampled token, by group and member; and the mean of k3.
 
     The tokens are found again in the packed arrays by the number each carries in its version's place.
     """
     algorithm, marked = config.algorithm, numbered(groups)
-    batch = _pack(config, marked, [[0.0] * len(group.trajectories) for group in groups])
+    batch = pack(marked, [[0.0] * len(group.trajectories) for group in groups], minibatch_size(config), layout)
     policy, reference = score(placement.batch(batch))
     difference, trained = jnp.asarray(policy) - jnp.asarray(reference), np.asarray(batch.loss_mask)
     values = algorithm.kl_beta * np.asarray(ESTIMATORS[algorithm.kl_estimator](difference), np.float64)

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gspo_jax import checkpoint, runlog
+from gspo_jax import adapters, checkpoint, peft, runlog
 from gspo_jax.checkpoint import CheckpointError
-from gspo_jax.config import Config, ConfigError, model_id, parse_config
+from gspo_jax.config import Config, ConfigError, parse_config
 from gspo_jax.evaluate import EvaluationError
 from gspo_jax.host import keep_freed_memory
 from gspo_jax.policy import Policy, load_policy
 from gspo_jax.pretrained import ModelNotFoundError
 from gspo_jax.runlog import RunError
 from gspo_jax.signal import SignalError
+from gspo_jax.start import Start, load_start
 from gspo_jax.train import TrainingError
 from gspo_jax.types import Params
 from rollout.client import TaskAppError
@@ -71,13 +72,23 @@ def is_run(path: str | Path) -> bool:
     return (Path(path) / "checkpoints").is_dir()
 
 
-def load_run_or_model(name: str, *, compute_dtype: str | None = None, best: bool = True) -> tuple[Policy, Params]:
-    """A run directory's policy (its best checkpoint by held-out reward, else its newest), or any model `load_policy` takes."""
-    if not is_run(name):
-        return load_policy(name, compute_dtype=compute_dtype or "float32")
-    run_dir = Path(name)
+def load_run_or_model(name: str, *, compute_dtype: str | None = None) -> tuple[Policy, Params]:
+    """A run directory's policy (its best checkpoint by held-out reward, else its newest), a PEFT folder's with the adapter in
+    its place, or any model `load_policy` takes."""
+    if is_run(name):
+        start, params = load_run(Path(name), compute_dtype=compute_dtype)
+        return start.policy, start.whole(params, start.frozen)
+    if peft.is_adapter(Path(name)):
+        return peft_policy(Path(name), compute_dtype=compute_dtype or "float32")
+    return load_policy(name, compute_dtype=compute_dtype or "float32")
+
+
+def load_run(run_dir: Path, *, compute_dtype: str | None = None, best: bool = True) -> tuple[Start, Params]:
+    """What a run started from, and the trained parameters of its best (or newest) checkpoint."""
     config = recorded_config(run_dir)
-    policy, params = load_policy(model_id(config), compute_dtype=compute_dtype or config.model.compute_dtype)
+    if compute_dtype is not None:
+        config = config.model_copy(update={"model": config.model.model_copy(update={"compute_dtype": compute_dtype})})
+    start = load_start(config)
     directory = run_dir / "checkpoints"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -87,4 +98,11 @@ def load_run_or_model(name: str, *, compute_dtype: str | None = None, best: bool
     if step is None:
         raise RunError(f"{run_dir} holds no complete checkpoint yet")
     print(f"checkpoint {step} of {run_dir}", file=sys.stderr)
-    return policy, checkpoint.restore_params(directory, step, params)
+    return start, checkpoint.restore_params(directory, step, start.params)
+
+
+def peft_policy(folder: Path, *, compute_dtype: str) -> tuple[Policy, Params]:
+    """The policy of an adapter's base model, and float32 parameters with the adapter in its place."""
+    policy, params = load_policy(peft.read_config(folder)["base_model_name_or_path"], compute_dtype=compute_dtype)
+    adapter, trained = peft.load_adapter(folder, policy.table, policy.config.sizes())
+    return policy, adapters.attach(adapter, trained, params)

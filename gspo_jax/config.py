@@ -232,7 +232,7 @@ def _derive(raw: dict, warnings: list[str]) -> None:
     if isinstance(label, str) and lookup(raw, "run.name") is None:
         _put(raw, "run.name", re.sub(r"[^A-Za-z0-9._-]+", "-", label).strip("-._") or "policy")
     if lookup(raw, "model.trainer_mode") is None:
-        warnings.append('model.trainer_mode: not set, so "lora"; this version trains all weights: write trainer_mode = "full"')
+        warnings.append('model.trainer_mode: not set, so "lora"; write trainer_mode = "lora", or "full" to train all weights')
 
 
 # Answers

@@ -148,9 +148,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def unused_keys(config: Config) -> list[str]:
     """Dotted names of the keys that were set although this version does not act on them."""
-    names = [name for name, _ in _flat(_explicit(config)) if acts(_field(name)) == "idle"]
-    adapters = "trainer_mode" in config.model.model_fields_set and config.model.trainer_mode != "full"
-    return ["model.trainer_mode", *names] if adapters else names
+    return [name for name, _ in _flat(_explicit(config)) if acts(_field(name)) == "idle"]
 
 
 def _explicit(section: Section) -> dict[str, Any]:

@@ -76,6 +76,8 @@ class Display(Watcher):
             )
 
     def event(self, event: dict[str, Any]) -> None:
+        if event.get("type") == "model":
+            self.console.print(event["message"], markup=False, soft_wrap=True)
         if event.get("type") in ("checkpoint.incomplete", "groups.short", "guard.warn"):
             where = f"warning at step {event['step']}: " if "step" in event else ""
             self.console.print(where + event["message"], style="yellow", markup=False, soft_wrap=True)

@@ -1,12 +1,11 @@
-"""A run's weights as a Hugging Face folder: `python -m gspo_jax.export RUN OUT`."""
+"""A run's weights as a Hugging Face or PEFT folder: `python -m gspo_jax.export RUN OUT`."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gspo_jax.commands import RunError, is_run, load_run_or_model, run_command
-from gspo_jax.policy import save_policy
+from gspo_jax.commands import RunError, is_run, load_run, run_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -15,7 +14,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("out", type=Path, help="folder to write; must not exist yet")
     parser.add_argument("--latest", action="store_true", help="the newest checkpoint instead of the best by held-out reward")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16; float32 for an adapter")
+    parser.add_argument("--merge", action="store_true", help="an adapter added to its base model, as a full model")
     args = parser.parse_args(argv)
 
     def work() -> None:
@@ -23,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise RunError(f"{args.run} is not a run directory (it has no checkpoints/)")
         if args.out.exists():
             raise RunError(f"{args.out} exists; name a folder that does not")
-        policy, params = load_run_or_model(str(args.run), best=not args.latest)
-        save_policy(policy, params, args.out, dtype=args.dtype)
+        start, params = load_run(args.run, best=not args.latest)
+        start.save(params, args.out, dtype=args.dtype, merge=args.merge)
         print(args.out)
 
     return run_command(work)

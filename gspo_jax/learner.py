@@ -11,6 +11,7 @@ from jax import Array
 from jaxtyping import Float
 
 from gspo_jax.aggregation import lengths, pool_mean
+from gspo_jax.balance import SUMS, balance
 from gspo_jax.losses import Loss
 from gspo_jax.policy import LogProbs
 from gspo_jax.ratios import require_float32, trained_difference
@@ -22,8 +23,9 @@ class Learner(NamedTuple):
 
     init: Callable[[Params], TrainState]
     """Parameters (float32) to a fresh state."""
-    update: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-    """One rollout batch `[m u r t]`: m optimizer steps of u micro-batches. The caller jits it, donating the state."""
+    update: Callable[..., tuple[TrainState, Metrics]]
+    """`(state, batch, frozen=None)`. One rollout batch `[m u r t]`: m optimizer steps of u micro-batches. `frozen` are weights
+    that are computed with and not trained. The caller jits it, donating the state."""
 
 
 def learner(
@@ -33,26 +35,31 @@ def learner(
     *,
     max_grad_norm: float = 1.0,
     prepare: Prepare | None = None,
+    attach: Callable[[Params, Params], Params] | None = None,
 ) -> Learner:
     """A learner for any objective on token log-probabilities.
 
     The proximal log-probabilities (`old` of the ratio) of minibatches 2..m are computed here, before the first step; the
     first minibatch uses `stop_gradient` of its own, so its ratio is exactly 1. `prepare` needs those of the first as well:
     one more forward pass over it. Sums over micro-batches are divided once, by the count of the whole minibatch, so every
-    split gives the same step. A minibatch whose loss or gradient is not finite changes nothing but `skipped`.
+    split gives the same step. A minibatch whose loss or gradient is not finite changes nothing but `skipped`. `attach` makes
+    the parameters `logprobs` wants of the trained and the frozen ones (an adapter and the model beneath it).
     """
 
     def init(params: Params) -> TrainState:
         step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two buffers: the state is donated
         return TrainState(step, params, optimizer.init(params), skipped)
 
-    def update(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        batch = batch._replace(proximal_logprobs=_proximal(logprobs, state.params, batch, whole=prepare is not None))
+    def update(state: TrainState, batch: Batch, frozen: Params | None = None) -> tuple[TrainState, Metrics]:
+        def score(params: Params, part: Batch) -> Any:
+            return logprobs(params if attach is None or frozen is None else attach(params, frozen), part)
+
+        batch = batch._replace(proximal_logprobs=_proximal(score, state.params, batch, whole=prepare is not None))
         sampled, prepared = batch, {}
         if prepare is not None:
             batch, prepared = prepare(batch)
         minibatches = batch.tokens.shape[0]
-        step = partial(_minibatch, logprobs, loss, optimizer, max_grad_norm)
+        step = partial(_minibatch, score, loss, optimizer, max_grad_norm)
 
         def body(carry, x):
             index, minibatch = x
@@ -91,7 +98,7 @@ def score_batch(logprobs: LogProbs, params: Params, batch: Batch) -> Float[Array
 
     def minibatch(_, part: Batch):
         def body(i, out):
-            found, _ = logprobs(params, _micro(part, i))
+            found, *_ = logprobs(params, _micro(part, i))
             return jax.lax.dynamic_update_index_in_dim(out, found, i, 0)
 
         return None, jax.lax.fori_loop(0, _used(part), body, jnp.zeros(part.tokens.shape, jnp.float32))
@@ -109,11 +116,12 @@ def _minibatch(
     first: Array,
 ) -> tuple[TrainState, tuple[Stats, Metrics, Array]]:
     def objective(params: Params, micro: Batch):
-        found, entropy = logprobs(params, micro)
+        found, entropy, *more = logprobs(params, micro)
         require_float32(found)
         old = jnp.where(first, jax.lax.stop_gradient(found), jnp.asarray(micro.proximal_logprobs))
         total, stats = loss(found, micro._replace(proximal_logprobs=old, entropy=entropy))
-        return total.total, (stats | {"policy/loss": total} | _progress(found, old, entropy, micro), old)
+        stats = {**stats, **(more[0] if more else {}), "policy/loss": total, **_progress(found, old, entropy, micro)}
+        return total.total, (stats, old)
 
     def body(i, carry):
         grads, so_far, proximal = carry
@@ -169,8 +177,10 @@ def _progress(found: Array, old: Array, entropy: Array, micro: Batch) -> Stats:
 
 def _metrics(stats: Stats, extra: dict[str, Float[Array, " m"]]) -> Metrics:
     """Scalars of the whole step from statistics stacked over minibatches `[m]`; NaN for a mean of nothing, but for the loss."""
-    out: Metrics = {}
+    out = balance(stats)
     for name, x in stats.items():
+        if name in SUMS:
+            continue
         if not isinstance(x, Mean):
             out[name] = jnp.max(x.value) if isinstance(x, Peak) else jnp.min(x.value)
             continue

@@ -13,18 +13,25 @@ import numpy as np
 from jax import Array
 from jaxtyping import Float, Int
 from pydantic import ValidationError
+from qwix import QArray
 
+from gspo_jax.balance import routing_stats
 from gspo_jax.models import ARCHITECTURES
 from gspo_jax.models.layers import Spots
+from gspo_jax.models.tables import table_of
 from gspo_jax.pretrained import resolve_model
 from gspo_jax.types import Batch, Params
-from serving_bridge.convert import Weight, WeightError, load_weights, save_folder
+from serving_bridge import trees
+from serving_bridge.convert import Weight, WeightError, folder_tensors, load_weights, save_folder
 
 LOGITS_TOKENS = 128, 512
 """Fewest and most tokens whose logits exist at one time (`[512 v]` float32 is 100 MB for a vocabulary of 49152)."""
 
-type LogProbs = Callable[[Params, Batch], tuple[Float[Array, "r t"], Float[Array, "r t"]]]
-"""`(params, micro-batch) -> log-probabilities and entropies`, 0 outside `loss_mask`."""
+COMPUTED = ("kernel", "bias", "embedding", "head", "lora_a", "lora_b")
+"""Last names of the leaves that are cast to the compute type."""
+
+type LogProbs = Callable[[Params, Batch], tuple[Any, ...]]
+"""`(params, micro-batch) -> log-probabilities and entropies` `[r t]`, 0 outside `loss_mask`; then `Stats`, if there are any."""
 
 
 @dataclass(frozen=True)
@@ -75,29 +82,72 @@ def describe_policy(folder: Path, *, compute_dtype: str, remat: str) -> Policy:
     except (ValidationError, KeyError, ValueError) as error:
         raise WeightError(f"{path}: {error}") from None
     dtype = jnp.dtype(compute_dtype)
-    return Policy(folder, kind, config, module.Model(config, dtype, remat), module.weights(config), dtype)
+    table = table_of(module, config, folder_tensors(folder))
+    return Policy(folder, kind, config, module.Model(config, dtype, remat), table, dtype)
 
 
-def load_params(policy: Policy, folder: Path) -> Params:
-    """Float32 parameters of `policy` read from a folder of safetensors."""
-    ignored = ["*rotary_emb.inv_freq"] + (["lm_head.weight"] if policy.config.tie_word_embeddings else [])
+def load_params(policy: Policy, folder: Path, put: Callable[[str, np.ndarray], Any] = lambda _, x: jax.device_put(x)) -> Params:
+    """Float32 parameters of `policy` read from a folder of safetensors; `put` makes of each leaf what is kept."""
+    config, embedding = policy.config, next(row.name for row in policy.table if row.path == "embedding")
+    heads = ("lm_head.weight", "language_model.lm_head.weight") if config.tie_word_embeddings else ()
     return load_weights(
-        folder, policy.table, policy.config.sizes(), np.float32, put=lambda _path, x: jnp.asarray(x), ignore=ignored
+        folder,
+        policy.table,
+        config.sizes(),
+        np.float32,
+        put=put,
+        ignore=["*rotary_emb.inv_freq", *heads, *config.untrained],
+        twins=[(head, embedding) for head in heads],
     )
+
+
+def compute_leaf(path: str, leaf: Any, dtype: Any) -> Any:
+    """A leaf in the type the model computes with it: `dtype` for weight matrices, biases and embeddings.
+
+    Norm scales, decays and routers stay float32, as the model reads them; quantized kernels stay as they are.
+    """
+    *parents, last = path.split("/")
+    return leaf.astype(dtype) if last in COMPUTED and "router" not in parents and not isinstance(leaf, QArray) else leaf
+
+
+def serving_params(params: Params, dtype: Any) -> Params:
+    """All parameters as `compute_leaf` makes them: what a sampler holds."""
+    found: dict[str, Any] = {}
+    for path, leaf in trees.leaves(params):
+        trees.put(found, path, compute_leaf(path, leaf, dtype))
+    return found
 
 
 def save_policy(policy: Policy, params: Params, out: Path, *, dtype: Literal["bfloat16", "float32"] = "bfloat16") -> None:
     """A Hugging Face folder at `out` that transformers and vLLM load; appears whole or not at all."""
-    save_folder(out, params, policy.table, policy.config.sizes(), source_folder=policy.folder, dtype=dtype, overwrite=True)
+    save_folder(
+        out,
+        params,
+        policy.table,
+        policy.config.sizes(),
+        source_folder=policy.folder,
+        dtype=dtype,
+        keep=policy.config.untrained,
+        overwrite=True,
+    )
 
 
 def logprobs_of(policy: Policy, *, temperature: float = 1.0) -> LogProbs:
-    """The function that scores a packed micro-batch under softmax(logits / temperature), in float32 from the logits on."""
+    """The function that scores a packed micro-batch under softmax(logits / temperature), in float32 from the logits on.
 
-    def logprobs(params: Params, batch: Batch) -> tuple[Float[Array, "r t"], Float[Array, "r t"]]:
+    All NaN for a recurrent model and a micro-batch with shared prompts: a state runs along the row and cannot go back to where
+    a second completion branched off. With experts, also sums of what the routers did (`balance.routing_stats`).
+    """
+
+    def logprobs(params: Params, batch: Batch) -> tuple[Any, ...]:
         spots = Spots(batch.positions, batch.segment_ids, batch.prefix_ids)
-        output = policy.model.apply({"params": params}, batch.tokens, spots)
-        return score(output.hidden, policy.head(params), batch, temperature)
+        experts = None if batch.experts is None else jnp.moveaxis(jnp.asarray(batch.experts), 2, 0)
+        output = policy.model.apply({"params": params}, batch.tokens, spots, None, experts)
+        logprobs, entropy = score(output.hidden, policy.head(params), batch, temperature)
+        if policy.config.recurrent:
+            branched = jnp.any(jnp.asarray(batch.prefix_ids) > 0)
+            logprobs, entropy = (jnp.where(branched, jnp.nan, x) for x in (logprobs, entropy))
+        return (logprobs, entropy) if output.routing is None else (logprobs, entropy, routing_stats(output.routing))
 
     return logprobs
 

@@ -11,11 +11,11 @@ import jax
 from gspo_jax import checkpoint, runlog
 from gspo_jax.build import build_trainer
 from gspo_jax.commands import recorded_config, run_command
-from gspo_jax.config import mesh_devices, model_id
+from gspo_jax.config import mesh_devices
 from gspo_jax.digest import params_digest
-from gspo_jax.policy import load_policy
 from gspo_jax.runlog import RunError
 from gspo_jax.sharding import place
+from gspo_jax.start import load_start
 from gspo_jax.train import TrainingError
 
 
@@ -42,11 +42,11 @@ def replay(run_dir: Path, last: int | None = None) -> Iterator[Replayed]:
     logged = {r["step"]: {"params": r["params"], "batch": r["batch"]} for r in runlog.read_lines(run_dir / "digests.jsonl")}
     if not logged or (last is not None and last not in logged):
         raise RunError(f"{run_dir}/digests.jsonl has no step {last if last is not None else 0}; it has {len(logged)} steps")
-    policy, params = load_policy(model_id(config), compute_dtype=config.model.compute_dtype, remat=config.model.remat)
+    begin = load_start(config)
     placement = place(mesh_devices(config, len(jax.devices())))
-    trainer = build_trainer(config, policy, placement, params)
-    state = jax.jit(trainer.learner.init)(placement.state(params))
-    del params
+    trainer = build_trainer(config, begin, placement)
+    state = jax.jit(trainer.learner.init)(placement.state(begin.params))
+    del begin
     directory = run_dir / "checkpoints"
     if last is not None and (start := _checkpoint_before(directory, last)) is not None:
         state, _ = checkpoint.restore(directory, start, state)
@@ -57,7 +57,7 @@ def replay(run_dir: Path, last: int | None = None) -> Iterator[Replayed]:
             prepared = trainer.batch(runlog.read_groups(file), state.params)
         except ValueError as error:
             raise TrainingError(f"step {step}: {file} does not hold the batch of this step: {error}") from None
-        state, _ = update(state, prepared.batch)
+        state, _ = update(state, prepared.batch, trainer.frozen)
         yield Replayed(step, logged[step], {"params": params_digest(state.params), "batch": prepared.digest})
 
 

@@ -82,7 +82,14 @@ async def open_rollouts(
     """Engine, gateway, and the task app: `task` if given, else what `[services]` names. All ports are closed at the end."""
     context = _context_length(config, policy)
     chat = load_chat(policy.folder)
-    sampler = Sampler(policy, slots=config.serving.slots, context_length=context, seed=config.run.seed, decode=chat.decode)
+    sampler = Sampler(
+        policy,
+        slots=config.serving.slots,
+        context_length=context,
+        seed=config.run.seed,
+        decode=chat.decode,
+        record_experts=config.algorithm.routing_replay == "sampler",
+    )
     async with AsyncExitStack() as stack:
         stack.push_async_callback(sampler.aclose)
         gateway = Gateway(

@@ -194,4 +194,9 @@ def read_groups(file: Path) -> tuple[Group, ...]:
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
+    return {key: _deep(value) if key == "experts" else tuple(value) if isinstance(value, list) else value
+            for key, value in record.items()}  # fmt: skip
+
+
+def _deep(value: Any) -> Any:
+    return tuple(map(_deep, value)) if isinstance(value, list) else value

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gspo_jax import sampling
-from gspo_jax.policy import Policy
+from gspo_jax.policy import Policy, serving_params
 from gspo_jax.types import Params
-from rollout.types import Completion, FinishReason, SamplingParams
+from rollout.types import Completion, Experts, FinishReason, SamplingParams
 
 PREFILL_ROWS = 8
 """Distinct prompts in one prefill; always this many, so that a prompt's bits do not depend on how many came with it."""
@@ -34,6 +34,8 @@ class Request:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    experts: list[np.ndarray] = field(default_factory=list)
+    """`[l n k]` of the tokens processed together, if they are recorded."""
 
     @property
     def filtered(self) -> bool:
@@ -53,9 +55,10 @@ class Sampler:
         context_length: int,
         seed: int,
         decode: Callable[[Sequence[int]], str] | None = None,
+        record_experts: bool = False,
     ) -> None:
         self.context_length, self.version, self._policy, self._seed = context_length, -1, policy, seed
-        self._decode_text = decode
+        self._decode_text, self._record_experts = decode, record_experts
         self._params: Params = {}
         self._waiting: list[Request] = []
         self._active: list[Request | None] = [None] * slots
@@ -73,7 +76,7 @@ class Sampler:
     async def publish(self, version: int, params: Params) -> None:
         """Use these weights from the next token on; tokens drawn from logits of older weights keep the older version."""
         async with self._lock:
-            self._params = jax.tree.map(lambda x: x.astype(self._policy.dtype) if x.ndim > 1 else x, params)
+            self._params = serving_params(params, self._policy.dtype)
             self.version = version
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
@@ -149,8 +152,8 @@ class Sampler:
             if request.future.cancelled():
                 self._active[slot] = None
             elif reason:
-                done = Completion(tuple(request.ids), tuple(request.logprobs), tuple(request.versions), reason)
-                request.future.set_result(done)
+                drawn = (tuple(request.ids), tuple(request.logprobs), tuple(request.versions), reason)
+                request.future.set_result(Completion(*drawn, experts=_nested(request.experts)))
                 self._active[slot] = None
 
     def _finish_reason(self, request: Request) -> FinishReason | None:
@@ -179,7 +182,10 @@ class Sampler:
                 positions[slot] = len(request.prompt) + len(request.ids) - 1
                 self._logit_version[slot] = self.version
         if (positions < self.context_length).any():
-            self._slots = self._decode(self._params, self._slots, tokens, positions)
+            self._slots, experts = self._recorded(self._decode(self._params, self._slots, tokens, positions))
+            for slot, request in enumerate(self._active):
+                if request is not None and experts is not None and positions[slot] < self.context_length:
+                    request.experts.append(experts[:, slot])
 
     def _admit(self, admitted: list[tuple[int, Request]]) -> None:
         """Fill the slots; each distinct prompt is computed once."""
@@ -196,13 +202,20 @@ class Sampler:
         tokens, lengths = np.zeros((PREFILL_ROWS, width), np.int32), np.ones(PREFILL_ROWS, np.int32)
         for row, (prompt, _) in enumerate(items):
             tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-        prompts = self._prefill(self._params, tokens, lengths)
-        for row, (_, members) in enumerate(items):
+        prompts, experts = self._recorded(self._prefill(self._params, tokens, lengths))
+        for row, (prompt, members) in enumerate(items):
             for slot, request in members:
+                if experts is not None:
+                    request.experts.append(experts[:, row, : len(prompt)])
                 self._slots = self._insert(self._slots, prompts, np.int32(row), np.int32(slot))
                 self._keys = self._keys.at[slot].set(request.key)
                 self._logit_version[slot] = self.version
                 self._active[slot] = request
+
+    def _recorded(self, slots: sampling.Slots) -> tuple[sampling.Slots, np.ndarray | None]:
+        """Slots without the experts chosen on the way, and these `[l b t k]` if they are recorded."""
+        experts = jax.device_get(slots.experts) if self._record_experts else None
+        return slots._replace(experts=None), experts
 
     def _bucket(self, length: int) -> int:
         """The compiled width for a prompt: two per octave, multiples of 16, at most the context."""
@@ -236,3 +249,11 @@ class Sampler:
                 if len(request.ids) < p.min_tokens:
                     banned[slot, : len(p.stop_ids)] = p.stop_ids
         return sampling.Draws(self._keys, *map(jnp.asarray, (index, temperature, top_p, top_k, banned)))
+
+
+def _nested(parts: Sequence[np.ndarray]) -> Experts | None:
+    """Recorded choices by token, layer and rank, -1 at the last token, which was drawn and never processed."""
+    if not parts:
+        return None
+    found = np.concatenate([*parts, np.full_like(parts[0][:, :1], -1)], 1).swapaxes(0, 1)
+    return tuple(tuple(map(tuple, token)) for token in found.tolist())

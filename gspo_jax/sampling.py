@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int, UInt32
 
+from gspo_jax.models.decoder import Output
 from gspo_jax.models.layers import Spots
 from gspo_jax.policy import Policy
 from gspo_jax.types import Params
@@ -21,6 +22,8 @@ class Slots(NamedTuple):
 
     cache: Any
     logits: Float[Array, "b v"]
+    experts: Int[Array, "l b t k"] | None = None
+    """What the routers chose for the tokens just processed; not kept in the slots."""
 
 
 class Draws(NamedTuple):
@@ -59,7 +62,7 @@ def prefill(policy: Policy, params: Params, tokens: Int[Array, "p t"], lengths: 
     spots = Spots(positions, (positions < lengths[:, None]).astype(jnp.int32))
     output = policy.model.apply({"params": params}, tokens, spots, policy.init_cache(rows, width))
     last = jnp.take_along_axis(output.hidden, (lengths - 1)[:, None, None], 1)[:, 0]
-    return Slots(output.cache, _next_logits(policy, params, last))
+    return Slots(output.cache, _next_logits(policy, params, last), _chosen(output))
 
 
 def insert(slots: Slots, prompts: Slots, source: Int[Array, ""], target: Int[Array, ""]) -> Slots:
@@ -78,7 +81,11 @@ def decode(policy: Policy, params: Params, slots: Slots, tokens: Int[Array, " b"
     """One token further in every slot. A position beyond the cache marks a free slot: nothing is written for it."""
     spots = Spots(positions[:, None], jnp.ones_like(positions)[:, None])
     output = policy.model.apply({"params": params}, tokens[:, None], spots, slots.cache)
-    return Slots(output.cache, _next_logits(policy, params, output.hidden[:, 0]))
+    return Slots(output.cache, _next_logits(policy, params, output.hidden[:, 0]), _chosen(output))
+
+
+def _chosen(output: Output) -> Int[Array, "l b t k"] | None:
+    return None if output.routing is None else output.routing.choices
 
 
 def _next_logits(policy: Policy, params: Params, hidden: Float[Array, "b d"]) -> Float[Array, "b v"]:

@@ -152,6 +152,9 @@ class Algorithm(Section):
     )
     overlong_buffer: int = key(0, "tokens before policy.max_tokens over which the reward falls by up to 1; 0: off", ge=0)
     correction: Correction = key(Correction, "")
+    routing_replay: Literal["off", "sampler"] = key(
+        "off", "mixtures of experts: let every router decide anew, or use the experts the sampler chose (arXiv 2510.11370)"
+    )
 
 
 class Guards(Section):
@@ -201,8 +204,8 @@ class Model(Section):
     """The policy's weights: `base` or `source`, not both."""
 
     base: Name | None = key(None, "Hugging Face id or directory of the model to start from")
-    source: Name | None = key(None, "a trained model to start from: run directory, export, or id")
-    trainer_mode: Literal["full", "lora", "qlora"] = key("lora", 'which weights are trained; this version trains all: "full"')
+    source: Name | None = key(None, "a trained model or adapter to go on from: run directory, export, ft:base:run")
+    trainer_mode: Literal["full", "lora", "qlora"] = key("lora", "train all weights, an adapter, or one on quantized weights")
     label: Name = key("policy", "name under which the policy is served, and default name of the run")
     compute_dtype: Literal["float32", "bfloat16"] = key("bfloat16", "dtype of activations; parameters and loss are float32")
     remat: Literal["none", "layer"] = key("layer", "recompute activations of each layer in the backward pass, or store them")
@@ -252,12 +255,14 @@ class WeightSync(Section):
 
 
 class Lora(Section):
-    """Low-rank adapters."""
+    """Low-rank adapters, in the trainer modes lora and qlora."""
 
-    r: int = idle(16, "rank", ge=1)
-    alpha: float = idle(32.0, "scale is alpha / r", gt=0)
-    dropout: float = idle(0.0, "dropout of the adapter's input", ge=0, lt=1)
-    target_modules: Texts = idle((), "module names; empty: all linear layers")
+    r: int = key(16, "rank", ge=1)
+    alpha: float = key(32.0, "strength: the adapter counts alpha / r", gt=0)
+    rslora: bool = key(False, "the adapter counts alpha / sqrt(r) instead")
+    dropout: float = idle(0.0, "log-probabilities are computed without dropout", ge=0, lt=1)
+    target_modules: Texts = key((), 'PEFT names of the linear maps that get one; empty or "all-linear": all of them')
+    quantization: Literal["nf4", "int8"] = key("nf4", "type of the frozen kernels in the mode qlora")
 
 
 class Rewards(Section):
@@ -282,12 +287,14 @@ class Training(Section):
     batch_size: int | None = key(None, "trajectories per optimizer minibatch; default: a quarter of the step's", ge=1)
     learning_rate: float = key(..., "peak learning rate", gt=0)
     log_interval: int = key(10, "print every n-th step; every step is written to metrics.jsonl", ge=1)
-    packing: Literal["shared_prefix", "packed", "padded"] = key("shared_prefix", "how trajectories are laid out in rows")
+    packing: Literal["auto", "shared_prefix", "packed", "padded"] = key(
+        "auto", "how trajectories are laid out in rows; auto: shared_prefix, or packed with linear attention"
+    )
     row_length: int = key(0, "tokens per row; 0: serving.context_length", ge=0)
     rows_per_microbatch: int = key(1, "rows of one forward-backward pass, over all devices", ge=1)
     weight_sync_interval: Literal[1] = fixed(1, "training steps between weight transfers")
     weight_sync: WeightSync = idle(WeightSync, "how new weights reach the sampler")
-    lora: Lora = idle(Lora, "low-rank adapters")
+    lora: Lora = key(Lora, "low-rank adapters")
     rewards: Rewards = idle(Rewards, "rewards of single decisions")
     rollouts: Table = idle({}, "old name of [rollout]; not read")
     gradient_accumulation_steps: int = idle(1, "follows from rows_per_microbatch", ge=1)

@@ -4,7 +4,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,18 @@ from gspo_jax import checkpoint, runlog
 from gspo_jax.background import Background
 from gspo_jax.build import Trainer, build_trainer, check_capabilities
 from gspo_jax.collecting import collect
-from gspo_jax.config import mesh_devices, model_id
+from gspo_jax.config import mesh_devices
 from gspo_jax.config_report import total_steps
 from gspo_jax.digest import params_digest
 from gspo_jax.evaluate import Evaluation, evaluate, evaluation_problems
 from gspo_jax.guards import PATIENCE, check
 from gspo_jax.learner import Learner
 from gspo_jax.metrics import finite, rollout_metrics, with_aliases
-from gspo_jax.policy import Policy, load_policy, save_policy
 from gspo_jax.rollouts import AnyTask, Rollouts, open_rollouts
 from gspo_jax.sections import Config
 from gspo_jax.sharding import Placement, place
-from gspo_jax.types import Batch, Metrics, TrainState
+from gspo_jax.start import Start, load_start
+from gspo_jax.types import Metrics, TrainState
 from gspo_jax.watcher import Step, Watcher
 from rollout.runner import void_table
 from rollout.types import Group, Problem
@@ -54,9 +54,9 @@ def train(
     """
     check_capabilities(config)
     run_dir = runlog.open_run(config, run_dir or Path(config.run.dir) / config.run.name, resume=resume)
-    policy, params = load_policy(model_id(config), compute_dtype=config.model.compute_dtype, remat=config.model.remat)
+    start = load_start(config)
     placement = place(mesh_devices(config, len(jax.devices())))
-    trainer = build_trainer(config, policy, placement, params)
+    trainer = build_trainer(config, start, placement)
     watching = watcher or Watcher()
 
     def on_event(event: dict[str, Any]) -> None:
@@ -65,18 +65,19 @@ def train(
 
     with ExitStack() as stack:
         stack.enter_context(runlog.lock(run_dir))
-        state, best = _first_state(trainer.learner, placement.state(params), run_dir, on_event, resume=resume)
-        del params
+        on_event({"type": "model", "message": start.summary()})
+        state, best = _first_state(trainer.learner, placement.state(start.params), run_dir, on_event, resume=resume)
+        start = replace(start, params={})  # the state has them, and its buffers are donated
         background = Background()
         stack.callback(background.close)
-        world = open_rollouts(config, policy, task=task, on_event=on_event)
+        world = open_rollouts(config, start.policy, task=task, on_event=on_event)
         rollouts = background.enter(world)
         stack.callback(background.leave, world)
         manager = stack.enter_context(checkpoint.open_checkpoints(run_dir, config.run.keep_last))
         update = jax.jit(trainer.learner.update, donate_argnums=0)
         held_out = evaluation_problems(config, rollouts)
         history = list(runlog.read_lines(run_dir / "metrics.jsonl"))[-PATIENCE - 1 :]
-        loop = _Loop(config, policy, trainer, update, placement, background, rollouts, held_out, manager, run_dir, watching,
+        loop = _Loop(config, start, trainer, update, placement, background, rollouts, held_out, manager, run_dir, watching,
                      best, history)  # fmt: skip
         yield from loop.steps(state)
 
@@ -109,9 +110,9 @@ class _Loop:
     """The objects of one run, and the loop over them."""
 
     config: Config
-    policy: Policy
+    start: Start
     trainer: Trainer
-    update: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    update: Callable[..., tuple[TrainState, Metrics]]
     placement: Placement
     background: Background
     rollouts: Rollouts
@@ -134,7 +135,7 @@ class _Loop:
             state, done = self.step(state, step)
             yield done
         if first < total or not (self.run_dir / "export").exists():
-            save_policy(self.policy, state.params, self.run_dir / "export")
+            self.start.save(state.params, self.run_dir / "export")
         runlog.event(self.run_dir, "run.finished", step=total)
 
     def step(self, state: TrainState, step: int) -> tuple[TrainState, Step]:
@@ -145,7 +146,7 @@ class _Loop:
             runlog.write_groups(runlog.rollout_file(self.run_dir, step), groups)
         self.watcher.phase("update")
         prepared = self.trainer.batch(groups, state.params)
-        state, updated = self.update(state, prepared.batch)
+        state, updated = self.update(state, prepared.batch, self.trainer.frozen)
         digest = {"step": step, "params": params_digest(state.params), "batch": prepared.digest}
         metrics = (
             rollout_metrics(groups, prepared.signal, step) | collected | finite(jax.device_get(updated)) | prepared.metrics
@@ -198,7 +199,8 @@ class _Loop:
 
     def publish(self, state: TrainState) -> None:
         self.watcher.phase("sync")
-        self.background.run(self.rollouts.publish(int(state.step), self.placement.gathered(state.params)))
+        params = self.start.whole(self.placement.gathered(state.params), self.start.frozen)
+        self.background.run(self.rollouts.publish(int(state.step), params))
 
     def evaluate(self, step: int) -> Evaluation | None:
         """Held-out reward after `step` steps, logged; None when the config names no held-out problems."""

@@ -9,16 +9,16 @@ from pathlib import Path
 from rich.console import Console
 
 from gspo_jax.background import Background
-from gspo_jax.build import check_capabilities
+from gspo_jax.build import check_capabilities, check_routing, packing_mode
 from gspo_jax.commands import run_command
 from gspo_jax.config import load_config, model_id
 from gspo_jax.config_report import groups, minibatch_size, minibatches, outbound_hosts, total_steps, unused_keys
 from gspo_jax.display import open_display, show_transcripts
 from gspo_jax.plots import write_plots
 from gspo_jax.policy import describe_policy
-from gspo_jax.pretrained import resolve_model
 from gspo_jax.rollouts import open_rollouts
 from gspo_jax.sections import Config
+from gspo_jax.start import locate
 from gspo_jax.train import train
 
 
@@ -71,15 +71,17 @@ def _train(config: Config, run_dir: Path | None, *, resume: bool) -> None:
     write_plots(run_dir)
     show_transcripts(console, run_dir, total_steps(config))
     console.print(f"curves   {run_dir}/plots/reward.png, {run_dir}/plots/health.png", markup=False)
-    console.print(f"model    {run_dir}/export (Hugging Face layout)", markup=False)
+    layout = "Hugging Face" if config.model.trainer_mode == "full" else "PEFT"
+    console.print(f"model    {run_dir}/export ({layout} layout)", markup=False)
     console.print(f"serve    python -m gspo_jax.serve {run_dir}/export --port 8000", markup=False)
 
 
 def _dry_run(config: Config, run_dir: Path | None) -> None:
     check_capabilities(config)
-    policy = describe_policy(
-        resolve_model(model_id(config)), compute_dtype=config.model.compute_dtype, remat=config.model.remat
-    )
+    folder, adapter = locate(config)
+    policy = describe_policy(folder, compute_dtype=config.model.compute_dtype, remat=config.model.remat)
+    packing_mode(config, policy)
+    check_routing(config, policy)
     background = Background()
     try:
         world = open_rollouts(config, policy)
@@ -87,7 +89,7 @@ def _dry_run(config: Config, run_dir: Path | None) -> None:
         background.leave(world)
     finally:
         background.close()
-    print(f"model    {model_id(config)} ({policy.architecture}) in {policy.folder}")
+    print(f"model    {model_id(config)} ({policy.architecture}) in {policy.folder}{f' with {adapter}' if adapter else ''}")
     print(f"task     answers; problems per split: {dict(sizes) or 'not stated'}")
     print(
         f"plan     {total_steps(config)} steps of {groups(config)} groups x {config.training.group_size}, "

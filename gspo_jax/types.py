@@ -51,6 +51,8 @@ class Batch(NamedTuple):
     """Detached factor of each trained token's term (correction of the sampler's mismatch). None is 1."""
     entropy: Floats | None = None
     """Entropy of the current policy at each trained token, differentiable. Filled in by the learner."""
+    experts: Int[Array, "*lead r t l k"] | Int[ndarray, "*lead r t l k"] | None = None
+    """Expert choices of the sampler, by layer that has experts, for the model to use; -1 leaves a token to its router."""
 
 
 class TrainState(NamedTuple):

@@ -35,4 +35,4 @@ class Watcher:
         """The held-out reward after `step` steps."""
 
     def event(self, event: dict[str, Any]) -> None:
-        """A line of events.jsonl about a rollout that failed, a checkpoint that is incomplete, or a guard that fired."""
+        """A line of events.jsonl: what is trained, a failed rollout, an incomplete checkpoint, a guard that fired."""

@@ -6,6 +6,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 FinishReason = Literal["stop", "length"]
 Status = Literal["done", "cut", "void"]
+type Experts = tuple[tuple[tuple[int, ...], ...], ...]
+"""Which experts a mixture of them chose: by token, by layer that has experts, -1 where the token was not processed."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Completion:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: FinishReason
+    experts: Experts | None = None
+    """Of the prompt's and the sampled tokens, if the engine records them; the last token was never processed."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ class Turn:
     finish_reason: FinishReason
     messages: tuple[Mapping[str, Any], ...] = ()
     """A view for people: the request's messages and the reply. Never a source of ids."""
+    experts: Experts | None = None
+    """Expert choices at the tokens of prompt and completion, if the engine recorded them."""
 
 
 @dataclass(frozen=True)

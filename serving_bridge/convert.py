@@ -6,34 +6,34 @@ gives a leaf with leading axis `l`. Exporting what was loaded gives the same bit
 """
 
 import itertools
-import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
-from einops import rearrange
 from numpy.typing import DTypeLike
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
+from serving_bridge import trees
 from serving_bridge.folders import copy_side_files, new_folder
+from serving_bridge.shards import Shards, folder_tensors, raise_problems, write_shards
 from serving_bridge.weights import (
     Weight,
     WeightError,
     check_table,
+    leads,
     leaf_shape,
-    letters,
-    sides,
+    siblings,
     tensor_names,
     tensor_shape,
+    to_leaf,
+    to_tensor,
 )
 
-__all__ = ["DTYPES", "Weight", "WeightError", "export_weights", "load_weights", "save_folder"]
+__all__ = ["DTYPES", "Weight", "WeightError", "export_weights", "folder_tensors", "load_weights", "save_folder"]
 
 DTYPES: Mapping[str, Any] = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 """Tensor types an export may have, by their name in `config.json`."""
@@ -48,12 +48,16 @@ def load_weights(
     dtype: DTypeLike = np.float32,
     put: Callable[[str, np.ndarray], Any] | None = None,
     ignore: Sequence[str] = (),
+    twins: Sequence[tuple[str, str]] = (),
+    file: str | None = None,
 ) -> dict[str, Any]:
     """Returns the parameters of a Hugging Face folder as nested dicts of arrays of `dtype`.
 
     Reads `model.safetensors` or the shards of `model.safetensors.index.json`, one tensor at a time. `put(path, array)` is
     called once per finished leaf and its result takes the leaf's place, so the host never holds more than one leaf if `put`
     moves it elsewhere. `ignore` are glob patterns of names the table may leave out (`"lm_head.weight"` of a tied model).
+    `twins` are pairs of names that must hold the same bits where a folder has both (the head of a tied model, its embedding).
+    `file` names the one file to read instead.
 
     Raises:
         WeightError: no weights, a missing or corrupt file; or, before anything is read, all missing, unused, mis-shaped and
@@ -61,20 +65,16 @@ def load_weights(
     """
     folder = Path(folder)
     check_table(table, sizes)
-    with ExitStack() as stack:
-        tensors = _open_tensors(folder, stack)
-        _check_tensors(folder, table, sizes, tensors, ignore)
-        params: dict[str, Any] = {}
-        for row in table:
-            leaf = np.empty(leaf_shape(row, sizes), dtype)
-            for index, name in tensor_names(row, sizes):
-                try:
-                    tensor = tensors[name].get_tensor(name)
-                except (SafetensorError, OSError) as error:
-                    raise WeightError(f"{folder}: tensor {name} cannot be read ({error}); fetch the folder again") from error
-                leaf[index] = rearrange(tensor, row.layout, **letters(row, sizes))
-            _set(params, row.path, leaf if put is None else put(row.path, leaf))
-        return params
+    tensors = Shards(folder, file)
+    _check_tensors(table, sizes, tensors, ignore)
+    _check_twins(tensors, twins)
+    params: dict[str, Any] = {}
+    for row in table:
+        leaf = _aligned(leaf_shape(row, sizes), dtype)
+        for index, name in tensor_names(row, sizes):
+            leaf[index] = to_leaf(row, tensors.read(name), sizes)
+        trees.put(params, row.path, leaf if put is None else put(row.path, leaf))
+    return params
 
 
 def export_weights(
@@ -88,9 +88,9 @@ def export_weights(
         WeightError: at the call, if leaves are missing, not in the table, or of another shape than `sizes` says.
     """
     check_table(table, sizes)
-    leaves = dict(_leaves(params))
+    leaves = dict(trees.leaves(params))
     expected = {row.path: leaf_shape(row, sizes) for row in table}
-    _raise_problems(
+    raise_problems(
         "parameters do not fit the weight table",
         missing=[f"{path} {shape}" for path, shape in expected.items() if path not in leaves],
         unused=[path for path in leaves if path not in expected],
@@ -111,12 +111,14 @@ def save_folder(
     *,
     source_folder: str | Path,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
+    keep: Sequence[str] = (),
     max_shard_bytes: int = 2 * 2**30,
     overwrite: bool = False,
 ) -> Path:
     """Returns `out`, a complete Hugging Face folder: weights, and config, tokenizer and chat template of `source_folder`.
 
-    Values are rounded to nearest even. Weights above `max_shard_bytes` are split, with an index; one tensor is never split.
+    Values are rounded to nearest even. Tensors of `source_folder` that match a glob pattern of `keep` and that the table does
+    not name are copied bit for bit. Weights above `max_shard_bytes` are split, with an index; one tensor is never split.
     The folder appears by rename, complete or not at all; `overwrite` exchanges it with what stood there.
 
     Raises:
@@ -131,132 +133,76 @@ def save_folder(
             copy_side_files(Path(source_folder), folder, dtype)
         except (FileNotFoundError, ValueError) as error:
             raise WeightError(f"source_folder {source_folder}: a readable config.json is needed ({error})") from error
-        shards = _plan_shards(table, sizes, np.dtype(DTYPES[dtype]).itemsize, max_shard_bytes)
-        for filename, count in shards:
-            part = {name: array.astype(DTYPES[dtype], copy=False) for name, array in itertools.islice(tensors, count)}
-            save_file(part, folder / filename, metadata={"format": "pt"})
-        if len(shards) > 1:
-            _write_index(folder, shards, table, sizes, np.dtype(DTYPES[dtype]).itemsize)
+        plan = list(_tensor_bytes(table, sizes, np.dtype(DTYPES[dtype]).itemsize))
+        kept, kept_plan = _kept(Path(source_folder), keep, {name for name, _ in plan})
+        cast = ((name, array.astype(DTYPES[dtype], copy=False)) for name, array in tensors)
+        write_shards(folder, itertools.chain(cast, kept), plan + kept_plan, max_shard_bytes)
     return Path(out)
 
 
 def _export(leaves: Mapping[str, Any], table: Sequence[Weight], sizes: Mapping[str, int]) -> Iterator[tuple[str, np.ndarray]]:
-    for row in table:
-        hf, flax = sides(row)
-        leaf = np.asarray(leaves[row.path])
+    for row in filter(leads, table):
+        parts = [np.asarray(leaves[each.path]) for each in siblings(row, table)]
         for index, name in tensor_names(row, sizes):
-            yield name, np.asarray(rearrange(leaf[index], f"{flax} -> {hf}", **letters(row, sizes)), order="C")
+            yield name, to_tensor(row, [part[index] for part in parts], sizes)
 
 
-def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Open file of each tensor name."""
-    tensors: dict[str, Any] = {}
-    for filename in _weight_files(folder):
-        try:
-            file = stack.enter_context(safe_open(folder / filename, framework="numpy"))
-        except (SafetensorError, OSError) as error:
-            raise WeightError(f"{folder}: {filename} is corrupt or cut short ({error}); fetch it again") from error
-        for name in file.keys():  # noqa: SIM118 (not a mapping)
-            if name in tensors:
-                raise WeightError(f"{folder}: tensor {name} is in two files, one of them {filename}; expected it once")
-            tensors[name] = file
-    return tensors
+def _kept(
+    source: Path, keep: Sequence[str], written: set[str]
+) -> tuple[Iterator[tuple[str, np.ndarray]], list[tuple[str, int]]]:
+    """Tensors to copy as they are, and their bytes."""
+    names = [name for name in sorted(folder_tensors(source) if keep else ()) if _matches(name, keep) and name not in written]
+    if not names:
+        return iter(()), []
+    tensors = Shards(source)
+    size = {name: math.prod(tensors.shapes[name]) * _bits(tensors.dtypes[name]) // 8 for name in names}
+    return ((name, tensors.read(name)) for name in names), list(size.items())
 
 
-def _weight_files(folder: Path) -> list[str]:
-    if (folder / "model.safetensors").is_file():
-        return ["model.safetensors"]
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        raise WeightError(f"{folder}: no weights; expected model.safetensors or model.safetensors.index.json")
-    try:
-        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise WeightError(f"{index}: expected JSON with a weight_map of tensor name -> file ({error!r})") from error
-    strange = [file for file in files if not isinstance(file, str) or Path(file).name != file]
-    if strange:
-        raise WeightError(f"{index}: shard {strange[0]!r} must be a file name inside the folder")
-    _raise_problems(
-        f"{folder}: shards that {index.name} names must be in the folder",
-        missing=[file for file in files if not (folder / file).is_file()],
-    )
-    return files
+def _bits(dtype: str) -> int:
+    """Bits of an element: BF16, F8_E4M3, I64, BOOL."""
+    return int((re.findall(r"\d+", dtype) or ["8"])[0])
 
 
-def _check_tensors(
-    folder: Path, table: Sequence[Weight], sizes: Mapping[str, int], tensors: Mapping[str, Any], ignore: Sequence[str]
-) -> None:
+def _aligned(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """An uninitialized array whose bytes JAX may take over as they are, on the CPU."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, glob) for glob in globs)
+
+
+def _check_twins(tensors: Shards, twins: Sequence[tuple[str, str]]) -> None:
+    for a, b in twins:
+        if {a, b} <= set(tensors.names) and tensors.read(a).tobytes() != tensors.read(b).tobytes():
+            raise WeightError(f"{tensors.folder}: {a} differs from {b}, but tie_word_embeddings=true says that they are one")
+
+
+def _check_tensors(table: Sequence[Weight], sizes: Mapping[str, int], tensors: Shards, ignore: Sequence[str]) -> None:
     expected = {name: tensor_shape(row, sizes) for row in table for _, name in tensor_names(row, sizes)}
-    found = {name: tensors[name].get_slice(name) for name in expected if name in tensors}
-    _raise_problems(
-        f"{folder} does not hold the expected weights",
-        missing=[f"{name} {shape}" for name, shape in expected.items() if name not in tensors],
-        unused=[name for name in tensors if name not in expected and not any(fnmatchcase(name, glob) for glob in ignore)],
+    found = [name for name in expected if name in tensors.shapes]
+    raise_problems(
+        f"{tensors.folder} does not hold the expected weights",
+        missing=[f"{name} {shape}" for name, shape in expected.items() if name not in tensors.shapes],
+        unused=[name for name in tensors.names if name not in expected and not _matches(name, ignore)],
         shapes=[
-            f"{name}: expected {expected[name]}, found {tuple(view.get_shape())}"
-            for name, view in found.items()
-            if tuple(view.get_shape()) != expected[name]
+            f"{name}: expected {expected[name]}, found {tensors.shapes[name]}"
+            for name in found
+            if tensors.shapes[name] != expected[name]
         ],
         dtypes=[
-            f"{name}: expected one of {', '.join(_FLOATS)}, found {view.get_dtype()}"
-            for name, view in found.items()
-            if view.get_dtype() not in _FLOATS
+            f"{name}: expected one of {', '.join(_FLOATS)}, found {tensors.dtypes[name]}"
+            for name in found
+            if tensors.dtypes[name] not in _FLOATS
         ],
     )
-
-
-def _raise_problems(what: str, **problems: list[str]) -> None:
-    lines = []
-    for kind, items in problems.items():
-        if items:
-            more = f", and {len(items) - 10} more" if len(items) > 10 else ""
-            lines.append(f"{kind} ({len(items)}): {', '.join(items[:10])}{more}")
-    if lines:
-        raise WeightError("\n  ".join([f"{what}:", *lines]))
-
-
-def _set(params: dict[str, Any], path: str, leaf: Any) -> None:
-    *parents, last = path.split("/")
-    for key in parents:
-        params = params.setdefault(key, {})
-    params[last] = leaf
-
-
-def _leaves(params: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in params.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _tensor_bytes(table: Iterable[Weight], sizes: Mapping[str, int], itemsize: int) -> Iterator[tuple[str, int]]:
-    for row in table:
+    for row in filter(leads, table):
         size = math.prod(tensor_shape(row, sizes)) * itemsize
         yield from ((name, size) for _, name in tensor_names(row, sizes))
-
-
-def _plan_shards(table: Sequence[Weight], sizes: Mapping[str, int], itemsize: int, limit: int) -> list[tuple[str, int]]:
-    """`(file name, number of tensors)` of each shard; known before a byte is written, so one shard at a time is in memory."""
-    counts, room = [0], limit
-    for _, size in _tensor_bytes(table, sizes, itemsize):
-        if size > room and counts[-1]:
-            counts.append(0)
-            room = limit
-        counts[-1] += 1
-        room -= size
-    if len(counts) == 1:
-        return [("model.safetensors", counts[0])]
-    return [(f"model-{i:05d}-of-{len(counts):05d}.safetensors", count) for i, count in enumerate(counts, 1)]
-
-
-def _write_index(
-    folder: Path, shards: Sequence[tuple[str, int]], table: Sequence[Weight], sizes: Mapping[str, int], itemsize: int
-) -> None:
-    tensors = list(_tensor_bytes(table, sizes, itemsize))
-    files = [filename for filename, count in shards for _ in range(count)]
-    index = {
-        "metadata": {"total_size": sum(size for _, size in tensors)},
-        "weight_map": {name: file for (name, _), file in zip(tensors, files, strict=True)},
-    }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

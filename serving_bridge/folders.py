@@ -15,8 +15,11 @@ _SIDE_FILES = (
     "chat_template*",
     "generation_config.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
     "special_tokens_map.json",
     "tokenizer*",
+    "video_preprocessor_config.json",
     "vocab.*",
 )
 
@@ -62,6 +65,11 @@ def copy_side_files(source: Path, target: Path, dtype: str) -> None:
     if "torch_dtype" not in config:
         config["dtype"] = dtype
     (target / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    copy_tokenizer(source, target)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copies tokenizer files, chat template and generation_config.json, those there are."""
     for pattern in _SIDE_FILES:
         for path in source.glob(pattern):
             if path.is_file():

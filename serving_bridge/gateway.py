@@ -143,7 +143,7 @@ class Gateway:
         completion = await self._engine(ids, replace(trace.sampling, max_tokens=bound, stop_ids=stop_ids, key=key), trace)
         message = self._chat.parse(completion.ids, prompt.text, tools=request.calls_tools)
         recorded = (completion.ids, completion.logprobs, completion.versions, completion.finish_reason)
-        trace.turns.append(Turn(ids, *recorded, messages=(*request.messages, message)))
+        trace.turns.append(Turn(ids, *recorded, messages=(*request.messages, message), experts=completion.experts))
         trace.prompts.append(prompt)
         trace.failure = None
         return Choice(ids, completion, message)

@@ -46,7 +46,7 @@ def refused(done: Ran, code: int, *words: object) -> None:
         ("training.group_size=3", ("training.group_size", "8 episodes", "groups of 3", "use episodes_per_batch = 6 or 9")),
         ("policy.max_tokens=64", ("policy.max_tokens", "64", "serving.context_length")),
         ("training.learning_rat=1", ("training.learning_rat", "learning_rate")),
-        ("model.trainer_mode=lora", ("model.trainer_mode", "lora", "full")),
+        ("model.trainer_mode=half", ("model.trainer_mode", "half", "full")),
         ("serving.engine=vllm", ("serving.engine", "vllm", "jax")),
         ("serving.context_length=4096", ("serving.context_length", "4096", "256 positions")),
         ("mesh.fsdp=99", ("mesh.fsdp", "99 devices")),

@@ -554,7 +554,6 @@ READ_BY_HELPER = {
 }
 """Key -> the helper of gspo_jax.config that reads it, or two of which one is enough; the rest of the code must call it."""
 SETTLED_AT_LOAD = {
-    "model.trainer_mode": "warned about or named by unused_keys",
     "policy.top_p": "refused unless off",
     "policy.top_k": "refused unless off",
     "policy.repetition_penalty": "refused unless off",
@@ -564,15 +563,16 @@ SETTLED_AT_LOAD = {
 READ_DIRECTLY = {
     "algorithm": "variety eps_low eps_high ratio_max cap floor tau_positive tau_negative budget aggregation advantage"
     " reward_weights credit kl_beta kl_estimator kl_form kl_in entropy_bonus flat_groups refill_rounds refill_short correctness"
-    " overlong overlong_buffer",
+    " overlong overlong_buffer routing_replay",
     "algorithm.correction": "weight low high geometric k3_max off_policy_max normalize rejected",
     "guards": "dead_ratio flat_groups first_mismatch clip_fraction mismatch truncation",
     "services": "api_key_env headers timeout_s",
-    "model": "label compute_dtype remat",
+    "model": "trainer_mode label compute_dtype remat",
     "policy": "max_tokens temperature stop_sequences",
     "rollout": "env_name policy_name max_turns max_concurrent_rollouts env_config policy_config ops timeout_s max_attempts"
     " max_void",
     "training": "learning_rate log_interval packing rows_per_microbatch",
+    "training.lora": "r alpha rslora target_modules quantization",
     "evaluation": "every_n_iters samples split",
     "data": "split seed_start",
     "optimizer": "beta1 beta2 eps weight_decay max_grad_norm warmup_steps schedule",

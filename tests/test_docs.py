@@ -1,4 +1,4 @@
-"""docs/objectives.md says what the code does: every variety, constant, denominator, advantage, form and key."""
+"""docs/objectives.md and docs/models.md say what the code does: every variety, constant, key, architecture and rope type."""
 
 import re
 from pathlib import Path
@@ -7,10 +7,14 @@ from typing import get_args
 from gspo_jax import corrections, sections
 from gspo_jax.config_checks import ELSEWHERE
 from gspo_jax.kl import FORMS
+from gspo_jax.models import ARCHITECTURES
+from gspo_jax.models.rotary import NEEDED
 from gspo_jax.objective import VARIETIES
 from gspo_jax.sections import keys
 
-TEXT = (Path(__file__).parent.parent / "docs" / "objectives.md").read_text()
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "docs" / "objectives.md").read_text()
+MODELS = (ROOT / "docs" / "models.md").read_text()
 
 
 def rows(title: str) -> list[list[str]]:
@@ -58,3 +62,15 @@ def test_every_correction_is_mentioned():
         corrections.sequence_mask,
     ):
         assert function.__name__ in TEXT
+
+
+def test_models_are_those_of_the_registry():
+    table = next(block for block in MODELS.split("\n\n") if block.startswith("| `model_type`"))
+    told = {name for line in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    assert told == ARCHITECTURES.keys()
+    assert all(f"`{kind}`" in MODELS for kind in NEEDED)
+
+
+def test_the_architecture_that_is_shown_is_the_one_that_runs():
+    shown = re.findall(r"^```python\n(.*?)^```$", MODELS, re.DOTALL | re.MULTILINE)
+    assert shown == [(ROOT / "gspo_jax" / "models" / "qwen2.py").read_text()]

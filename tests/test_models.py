@@ -1,35 +1,23 @@
-"""Llama against reference logits, in every way the project runs it, and its weights there and back."""
+"""What holds of models whatever their weights: causality, memory, settings that are refused, types."""
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from helpers_model import done, group, micro, tiny_config, tiny_model_folder, tiny_policy, turn
-from safetensors.numpy import load_file
 
-from gspo_jax import sampling
 from gspo_jax.batch import Packing, pack
 from gspo_jax.models import llama
 from gspo_jax.models.layers import Spots
-from gspo_jax.policy import Policy, describe_policy, load_policy, logprobs_of, save_policy
+from gspo_jax.policy import Policy, describe_policy, load_policy, logprobs_of
 from gspo_jax.types import Batch, Params
 from serving_bridge.convert import WeightError
 
-DATA = Path(__file__).parent / "data" / "models"
-TOLERANCE = 2e-4
 VOCAB = 331
-
-
-@pytest.fixture(scope="module", params=["llama", "llama3_rope"])
-def golden(request) -> tuple[Policy, Params, dict[str, np.ndarray]]:
-    policy, params = load_policy(DATA / request.param)
-    return policy, params, dict(np.load(DATA / request.param / "golden.npz"))
 
 
 @pytest.fixture(scope="module")
@@ -56,53 +44,6 @@ def one_row(ids: np.ndarray, mode: str = "packed") -> Batch:
     """The sequences in one row, the first token of each a prompt."""
     groups = [group(done(turn(row[:1].tolist(), row[1:].tolist()))) for row in ids]
     return micro(pack(groups, [[1.0]] * len(ids), len(ids), Packing(ids.size, 1, mode)))
-
-
-@pytest.mark.parametrize("remat", ["none", "layer"])
-def test_logits_of_whole_sequences(golden, remat: str):
-    policy, params, data = golden
-    ids = data["input_ids"]
-    hidden = hidden_states(llama.Model(policy.config, policy.dtype, remat), params, ids, whole(ids))
-    np.testing.assert_allclose(hidden @ policy.head(params).T, data["logits"], atol=TOLERANCE)
-
-
-def test_logits_and_logprobs_of_packed_sequences(golden):
-    """All three in one row: segment ids keep them apart, positions start again."""
-    policy, params, data = golden
-    batch = one_row(data["input_ids"])
-    assert batch.tokens.shape == (1, data["input_ids"].size)
-    logits = np.asarray(packed_states(policy, params, batch) @ policy.head(params).T)
-    np.testing.assert_allclose(logits.reshape(data["logits"].shape), data["logits"], atol=TOLERANCE)
-    logprobs, _ = jax.jit(logprobs_of(policy))(params, batch)
-    found = np.asarray(logprobs).reshape(data["input_ids"].shape)
-    np.testing.assert_allclose(found[:, 1:], data["next_logprobs"], atol=TOLERANCE)
-    assert not found[:, 0].any()
-
-
-def test_logits_through_the_cache_token_by_token(golden):
-    """Right-padded prompts of unequal length, then one token at a time, each slot at its own place."""
-    policy, params, data = golden
-    ids, lengths = data["input_ids"], np.array([1, 9, 16], np.int32)
-    first = np.zeros((3, 16), np.int32)
-    for row, n in enumerate(lengths):
-        first[row, :n] = ids[row, :n]
-    prompts = jax.jit(partial(sampling.prefill, policy))(params, first, lengths)
-    np.testing.assert_allclose(prompts.logits, data["logits"][np.arange(3), lengths - 1], atol=TOLERANCE)
-    slots, insert = sampling.empty_slots(policy, 4, 40), jax.jit(sampling.insert)
-    where = (3, 0, 2)
-    for row, slot in enumerate(where):
-        slots = insert(slots, prompts, np.int32(row), np.int32(slot))
-    decode = jax.jit(partial(sampling.decode, policy))
-    at = lengths.copy()
-    while (at < ids.shape[1]).any():
-        tokens, positions = np.zeros(4, np.int32), np.full(4, 40, np.int32)
-        running = [row for row in range(3) if at[row] < ids.shape[1]]
-        for row in running:
-            tokens[where[row]], positions[where[row]] = ids[row, at[row]], at[row]
-        slots = decode(params, slots, tokens, positions)
-        for row in running:
-            np.testing.assert_allclose(slots.logits[where[row]], data["logits"][row, at[row]], atol=TOLERANCE)
-            at[row] += 1
 
 
 def test_no_gradient_flows_from_the_future():
@@ -157,7 +98,7 @@ def test_logits_of_a_whole_batch_never_exist():
         ({"rope_scaling": {"type": "linear"}}, "rope_type='linear' needs factor in rope_parameters"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'} is not supported"),
         ({"attention_logit_cap": 30.0}, "attention_logit_cap=30.0 is not supported"),
-        ({"model_type": "mamba"}, "model_type='mamba' is not supported; supported: llama"),
+        ({"model_type": "mamba"}, "model_type='mamba' is not supported; supported: gemma3"),
         ({"model_type": None}, "model_type=None is not supported"),
         ({"vocab_size": None}, "vocab_size"),
     ],
@@ -184,32 +125,6 @@ def test_older_spellings_of_the_config_mean_the_same():
     found = llama.Config.model_validate(old)
     assert (found.head_dim, found.num_key_value_heads) == (8, 4)
     np.testing.assert_array_equal(new.rope().frequencies, found.rope().frequencies)
-
-
-@pytest.mark.parametrize("change", [{}, {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}])
-def test_float32_export_then_load_is_the_identity(tmp_path: Path, change: dict):
-    source = tiny_model_folder(tmp_path / "source", **change)
-    policy, params = load_policy(source)
-    save_policy(policy, params, tmp_path / "out", dtype="float32")
-    _, again = load_policy(tmp_path / "out")
-    assert jax.tree.structure(params) == jax.tree.structure(again)
-    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(again), strict=True):
-        np.testing.assert_array_equal(np.asarray(a).view(np.uint32), np.asarray(b).view(np.uint32))
-    first, second = load_file(source / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
-    assert first.keys() == second.keys()
-    assert all(first[k].tobytes() == second[k].tobytes() for k in first)
-
-
-def test_bfloat16_export_then_load_then_export_is_the_identity(tmp_path: Path, folder: Path):
-    policy, params = load_policy(folder)
-    save_policy(policy, params, tmp_path / "a")
-    policy_a, params_a = load_policy(tmp_path / "a")
-    save_policy(policy_a, params_a, tmp_path / "b")
-    first, second = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
-    assert {x.dtype for x in first.values()} == {np.dtype(ml_dtypes.bfloat16)}
-    assert all(first[k].tobytes() == second[k].tobytes() for k in first)
-    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(params_a), strict=True):
-        np.testing.assert_array_equal(np.asarray(a).astype(ml_dtypes.bfloat16).astype(np.float32), np.asarray(b))
 
 
 def test_alg_16_parameters_are_float32_whatever_the_compute_type(folder: Path):

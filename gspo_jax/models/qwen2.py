@@ -1,5 +1,7 @@
 """Qwen2 and Qwen2.5: Llama with biases on query, key and value, and a sliding window on the upper layers if asked for."""
 
+from typing import ClassVar
+
 from gspo_jax.models import decoder
 from gspo_jax.models.decoder import init_cache
 from gspo_jax.models.settings import Settings
@@ -12,7 +14,9 @@ __all__ = ["Config", "Model", "init_cache", "weights"]
 class Config(Settings):
     """Qwen2's config.json."""
 
-    max_window_layers: int = 0
+    layer_names: ClassVar[tuple[str, ...]] = ("full_attention", "sliding_attention")
+
+    max_window_layers: int = 28
 
     @property
     def biases(self) -> tuple[bool, bool]:

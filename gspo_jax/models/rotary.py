@@ -13,8 +13,8 @@ from jaxtyping import Float, Int
 class Rope(NamedTuple):
     """Inverse wavelengths of the rotated pairs, and the factor on cosine and sine."""
 
-    frequencies: np.ndarray
-    scale: float = 1.0
+    frequencies: np.ndarray | Array
+    scale: float | Array = 1.0
 
 
 NEEDED = {
@@ -23,6 +23,13 @@ NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }
+
+OPTIONAL = (
+    "type", "rope_type", "rope_theta", "partial_rotary_factor", "attention_factor", "beta_fast", "beta_slow", "mscale",
+    "mscale_all_dim", "truncate",
+    # Positions of text are the same in all three sections; the last only tells how the type came about.
+    "mrope_section", "mrope_interleaved", "finetuned",
+)  # fmt: skip
 
 
 def rope(head_dim: int, parameters: Mapping[str, Any]) -> Rope:
@@ -36,6 +43,9 @@ def rope(head_dim: int, parameters: Mapping[str, Any]) -> Rope:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind not in NEEDED:
         raise ValueError(f"rope_type={kind!r} is not supported; supported: {', '.join(NEEDED)}")
+    for name, value in parameters.items():
+        if name not in OPTIONAL and not any(name in needed for needed in NEEDED.values()):
+            raise ValueError(f"{name}={value!r} in rope_parameters is not supported")
     missing = [name for name in ("rope_theta", *NEEDED[kind]) if parameters.get(name) is None]
     if missing:
         raise ValueError(f"rope_type={kind!r} needs {', '.join(missing)} in rope_parameters")
@@ -76,7 +86,9 @@ def _temperature(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def rotate(x: Float[Array, "b t n h"], positions: Int[Array, "b t"] | Int[np.ndarray, "b t"], rope: Rope) -> Float[Array, "b t n h"]:
+def rotate(
+    x: Float[Array, "b t n h"], positions: Int[Array, "b t"] | Int[np.ndarray, "b t"], rope: Rope
+) -> Float[Array, "b t n h"]:
     """`x` with its first 2·len(frequencies) features rotated, half against half, by position times frequency (float32)."""
     angles = positions[..., None, None].astype(jnp.float32) * rope.frequencies
     cos, sin = jnp.cos(angles) * rope.scale, jnp.sin(angles) * rope.scale

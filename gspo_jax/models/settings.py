@@ -9,10 +9,14 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from gspo_jax.models.rotary import Rope, rope
 
 HARMLESS = (
-    "_*", "architectures", "attention_dropout", "auto_map", "dtype", "*_dropout", "*_token_id", "*_token_index", "id2label",
-    "initializer_range", "is_*", "keys_to_ignore_at_inference", "label2id", "max_window_layers", "model_name", "model_type",
-    "model_max_length", "num_labels", "output_*", "pretraining_tp", "problem_type", "rope_interleaved", "router_aux_loss_coef",
-    "tie_encoder_decoder", "torch_dtype", "transformers*", "unsloth*", "use_cache", "cache_implementation", "return_dict",
+    "_*", "architectures", "auto_map", "dtype", "*_dropout", "*_token_id", "*_token_index", "id2label", "initializer_range",
+    "is_decoder", "is_encoder_decoder", "keys_to_ignore_at_inference", "label2id", "max_window_layers", "model_name",
+    "model_type", "model_max_length", "num_labels", "output_*", "pretraining_tp", "problem_type", "router_aux_loss_coef",
+    "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "transformers*", "unsloth*", "use_cache", "cache_implementation",
+    "return_dict",
+    # Generation settings that older files repeat.
+    "max_length", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "num_beams",
+    "num_beam_groups", "num_return_sequences",
 )  # fmt: skip
 """Keys of a config.json that change nothing we compute (dropout is 0 in log-probabilities)."""
 
@@ -30,6 +34,10 @@ class Settings(BaseModel):
     qk_norm: ClassVar[bool] = False
     norm_offset: ClassVar[float] = 0.0
     """1 where the checkpoint stores norm scales minus one."""
+    partial_rotary: ClassVar[bool] = False
+    """Whether only `partial_rotary_factor` of each head may be rotated."""
+    layer_names: ClassVar[tuple[str, ...]] = ("full_attention",)
+    """Which `layer_types` are computed."""
     recurrent: ClassVar[bool] = False
     """Whether some layers carry a state along the row, which completions of one shared prompt cannot branch from."""
 
@@ -49,6 +57,7 @@ class Settings(BaseModel):
     sliding_window: int | None = None
     use_sliding_window: bool = False
     layer_types: tuple[str, ...] | None = None
+    is_causal: bool = True
 
     @model_validator(mode="before")
     @classmethod
@@ -60,11 +69,11 @@ class Settings(BaseModel):
         """The config with older spellings replaced and what follows from other fields filled in."""
         raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
         raw.setdefault("head_dim", raw["hidden_size"] // raw["num_attention_heads"])
-        theta, scaling = raw.pop("rope_theta", 1e4), raw.pop("rope_scaling", None)
-        if not raw.get("rope_parameters"):
-            raw["rope_parameters"] = {"rope_theta": theta, **(scaling or {})}
-        trained = {"original_max_position_embeddings": raw.get("max_position_embeddings")}
-        raw["rope_parameters"] = trained | raw["rope_parameters"]
+        assumed = {
+            "original_max_position_embeddings": raw.get("max_position_embeddings"),
+            "rope_theta": raw.pop("rope_theta", 1e4),
+        }
+        raw["rope_parameters"] = assumed | (raw.pop("rope_scaling", None) or raw.get("rope_parameters") or {})
         return raw
 
     @model_validator(mode="after")
@@ -75,8 +84,12 @@ class Settings(BaseModel):
                 raise ValueError(f"{name}={value!r} is not supported by this architecture")
         if self.hidden_act not in self.activations:
             raise ValueError(f"hidden_act={self.hidden_act!r} is not supported; supported: {', '.join(self.activations)}")
-        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(f"layer_types has {len(self.layer_types)} entries for num_hidden_layers={self.num_hidden_layers}")
+        if not self.is_causal:
+            raise ValueError("is_causal=False is not supported; every token sees earlier ones only")
+        parts = [self.rope_parameters, *(x for x in self.rope_parameters.values() if isinstance(x, dict))]
+        if not self.partial_rotary and any(part.get("partial_rotary_factor", 1) != 1 for part in parts):
+            raise ValueError(f"partial_rotary_factor in rope_parameters={self.rope_parameters} is not supported")
+        self._check_layers()
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads={self.num_attention_heads} must be a multiple of "
@@ -84,6 +97,22 @@ class Settings(BaseModel):
             )
         self.check()
         return self
+
+    def _check_layers(self) -> None:
+        types = self.layer_types or ()
+        known = self.layer_names + (("linear_attention",) if self.recurrent else ())
+        strange = sorted({kind for kind in types if kind not in known})
+        if strange:
+            raise ValueError(f"layer_types with {', '.join(strange)} are not supported; supported: {', '.join(known)}")
+        if types and len(types) != self.num_hidden_layers:
+            raise ValueError(f"layer_types has {len(types)} entries for num_hidden_layers={self.num_hidden_layers}")
+        given = self.sliding_window is not None and (
+            self.use_sliding_window or "use_sliding_window" not in self.model_fields_set
+        )
+        if given and "sliding_attention" not in self.layer_names:
+            raise ValueError(f"sliding_window={self.sliding_window} is not supported by this architecture")
+        if "sliding_attention" in types and not any(self.sliding):
+            raise ValueError(f"layer_types has sliding_attention, but sliding_window={self.sliding_window} is not in use")
 
     def check(self) -> None:
         """ValueError naming a setting of this architecture that is not supported."""
@@ -139,5 +168,8 @@ def _text_part(raw: Mapping[str, Any]) -> dict[str, Any]:
     inner = raw.get("text_config")
     if not isinstance(inner, Mapping):
         return dict(raw)
-    outer = {k: raw[k] for k in ("tie_word_embeddings", "quantization_config") if k in raw}
-    return {**outer, **inner}
+    tied, inside = raw.get("tie_word_embeddings"), inner.get("tie_word_embeddings")
+    if None not in (tied, inside) and tied != inside:
+        raise ValueError(f"tie_word_embeddings={tied} is not supported beside tie_word_embeddings={inside} in text_config")
+    outer = {k: raw[k] for k in ("tie_word_embeddings", "quantization_config") if raw.get(k) is not None}
+    return {**inner, **outer}

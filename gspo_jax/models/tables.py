@@ -1,13 +1,41 @@
 """Weight tables of decoders: what `decoder` calls its weights beside what Hugging Face checkpoints call them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from types import ModuleType
 
 from gspo_jax.models.decoder import stage_name, stages
 from gspo_jax.models.settings import Settings
 from serving_bridge.convert import Weight
 
-type Rows = list[tuple[str, str, str]]
-"""`(Flax path in the layer, Hugging Face name in the layer, layout)` of each weight of a layer."""
+type Rows = list[tuple[str, str, str] | tuple[str, str, str, tuple[str, int]]]
+"""`(Flax path in the layer, Hugging Face name in the layer, layout[, part])` of each weight of a layer."""
+
+SPELLINGS = (
+    ("model.", "lm_head."),
+    ("model.language_model.", "lm_head."),
+    ("language_model.model.", "language_model.lm_head."),
+)
+"""How names of the body and of the head begin: in text checkpoints, in multimodal ones, in older multimodal ones."""
+
+
+def table_of(module: ModuleType, config: Settings, names: Collection[str]) -> tuple[Weight, ...]:
+    """An architecture's weight table in the spelling of a checkpoint that has tensors of these `names` (none: its own)."""
+    options = {}
+    if names and any(map(config.routes, config.kinds)):
+        options["fused"] = any(name.endswith(".experts.gate_up_proj") for name in names)
+    table = module.weights(config, **options)
+    for body, head in SPELLINGS:
+        if f"{body}embed_tokens.weight" in names:
+            return tuple(replace(row, name=_spelled(row.name, body, head)) for row in table)
+    return table
+
+
+def _spelled(name: str, body: str, head: str) -> str:
+    for usual, found in zip(SPELLINGS[0], (body, head), strict=True):
+        if name.startswith(usual):
+            return found + name.removeprefix(usual)
+    return name
 
 
 def decoder_table(config: Settings, rows: Callable[[Settings, str], Rows]) -> tuple[Weight, ...]:
@@ -21,9 +49,9 @@ def decoder_table(config: Settings, rows: Callable[[Settings, str], Rows]) -> tu
         for place, kind in enumerate(stage.unit):
             inside = "" if len(stage.unit) == 1 else f"block{place}/"
             numbers = stage.numbers(place) if len(plan) > 1 or inside else None
-            for path, name, layout in rows(config, kind):
+            for path, name, layout, *part in rows(config, kind):
                 full = f"{stage_name(plan, i)}/{inside}{path}"
-                table.append(Weight(full, f"model.layers.{{l}}.{name}", layout, numbers))
+                table.append(Weight(full, f"model.layers.{{l}}.{name}", layout, numbers, *part))
     return tuple(table)
 
 
