@@ -47,12 +47,16 @@ def linear_rows(table: Sequence[Weight]) -> list[Weight]:
     return [row for row in kernels if row.name.endswith(".weight") and len(axes_of(sides(row)[0])) == 2]
 
 
-def adapter_of(table: Sequence[Weight], targets: Sequence[str], rank: int, alpha: float, *, rslora: bool = False) -> Adapter:
+def adapter_of(
+    table: Sequence[Weight], targets: Sequence[str], rank: int, alpha: float, *, rslora: bool = False, experts: bool = True
+) -> Adapter:
     """The adapter of a model. `targets` are PEFT names (`q_proj`, `mlp.up_proj`) or `all-linear`; none means that.
+
+    Without `experts` the names are not meant for those, as for peft where one tensor holds all experts.
 
     Raises WeightError for a name that no linear map has.
     """
-    rows = linear_rows(table)
+    rows = [row for row in linear_rows(table) if experts or "e" not in stacked(row)]
     if not targets or tuple(targets) == (ALL,):
         chosen = [row for row in rows if stacked(row) == ("l",)]
         return Adapter(rank, alpha, rslora, tuple(chosen), _shortest(chosen, rows))

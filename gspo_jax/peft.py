@@ -13,13 +13,14 @@ from gspo_jax.adapters import Adapter, adapter_of, adapter_sizes, adapter_table
 from gspo_jax.types import Params
 from serving_bridge.convert import DTYPES, Weight, WeightError, export_weights, load_weights
 from serving_bridge.folders import copy_tokenizer, new_folder
+from serving_bridge.shards import Shards
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 PLAIN = {
-    "peft_type": ("LORA",), "bias": ("none", None), "fan_in_fan_out": (False, None), "modules_to_save": (None, []),
+    "peft_type": ("LORA",), "target_parameters": (None, []), "bias": ("none", None), "fan_in_fan_out": (False, None), "modules_to_save": (None, []),
     "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "use_dora": (False, None), "layers_to_transform": (None, []),
-    "exclude_modules": (None, []), "target_parameters": (None, []), "trainable_token_indices": (None, []),
+    "exclude_modules": (None, []), "trainable_token_indices": (None, []),
     "lora_bias": (False, None), "layer_replication": (None, []), "use_qalora": (False, None),
     "alora_invocation_tokens": (None, []),
 }  # fmt: skip
@@ -85,8 +86,14 @@ def load_adapter(folder: Path, table: Sequence[Weight], sizes: Mapping[str, int]
     """
     config = read_config(folder)
     targets = config.get("target_modules") or ()
-    adapter = adapter_of(table, [targets] if isinstance(targets, str) else targets, config["r"], float(config["lora_alpha"]),
-                         rslora=bool(config.get("use_rslora")))  # fmt: skip
+    adapter = adapter_of(
+        table,
+        [targets] if isinstance(targets, str) else targets,
+        config["r"],
+        float(config["lora_alpha"]),
+        rslora=bool(config.get("use_rslora")),
+        experts=any(".experts." in name for name in Shards(folder, WEIGHTS).names),
+    )
     params = load_weights(
         folder, adapter_table(adapter), adapter_sizes(adapter, sizes), np.float32, put=lambda _, x: jnp.asarray(x), file=WEIGHTS
     )

@@ -14,12 +14,15 @@ import pytest
 import torch_side
 from helpers_families import QUICK, TOLERANCE
 from safetensors import safe_open
+from safetensors.numpy import load_file
 
+from gspo_jax import peft
+from gspo_jax.adapters import adapter_of, attach, init_adapter
 from gspo_jax.models import ARCHITECTURES
 from gspo_jax.models.layers import Spots
 from gspo_jax.policy import Policy, load_policy, save_policy
 from gspo_jax.types import Params
-from serving_bridge.convert import folder_tensors, save_folder
+from serving_bridge.convert import WeightError, folder_tensors, save_folder
 
 ROOT = Path(__file__).parent.parent
 PYTHON = ROOT / ".venv-torch" / "bin" / "python"
@@ -68,12 +71,25 @@ def exported(folder: Path, out: Path) -> Case:
     return Case(folder, policy, params, jax.jit(logits, compiler_options=QUICK), out / "bfloat16", out / "halves")
 
 
+def our_adapter(case: Case, out: Path) -> Path:
+    """An adapter of random numbers on a case, with the settings of the one that peft made, written by us."""
+    settings = torch_side.ADAPTED[case.folder.name]
+    targets = settings["target_modules"]
+    adapter = adapter_of(case.policy.table, [targets] if isinstance(targets, str) else targets, settings["r"],
+                         float(settings["lora_alpha"]), rslora=settings.get("use_rslora", False))  # fmt: skip
+    sizes = case.policy.config.sizes()
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(lambda x: (0.1 * rng.standard_normal(x.shape)).astype(np.float32), init_adapter(adapter, sizes, 0))
+    return peft.save_adapter(out, adapter, params, sizes, base=str(case.folder), tokenizer=case.folder)
+
+
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     root = tmp_path_factory.mktemp("torch")
     torch_side_run("make", root / "made")
     found = {name: exported(root / "made" / name, root / "ours" / name) for name in NAMES}
-    torch_side_run("score", *(path for case in found.values() for path in (case.bfloat16, case.halves)))
+    ours = [our_adapter(found[name], root / "ours" / name / "adapter") for name in torch_side.ADAPTED]
+    torch_side_run("score", *(path for case in found.values() for path in (case.bfloat16, case.halves)), *ours)
     return found
 
 
@@ -116,6 +132,52 @@ def test_sharded_export_has_the_logits_in_transformers(case: Case):
     found = golden(case.halves)
     np.testing.assert_allclose(case.logits(jax.tree.map(lambda x: x / 2, case.params)), found, atol=TOLERANCE)
     assert np.abs(found - golden(case.folder)).max() > 100 * TOLERANCE
+
+
+def logits_with(case: Case, folder: Path) -> np.ndarray:
+    """Of the case with an adapter, at the tokens of all comparisons."""
+    adapter, params = peft.load_adapter(folder, case.policy.table, case.policy.config.sizes())
+    return case.logits(attach(adapter, params, case.params))
+
+
+EXPERTS = "qwen3_moe_sparse"
+"""The case whose adapter is on experts, which peft keeps in a form of its own."""
+
+
+@pytest.mark.parametrize("case", sorted({*torch_side.ADAPTED} - {EXPERTS}), indirect=True)
+def test_an_adapter_of_peft_is_on_the_same_maps_and_gives_the_same_logits(case: Case):
+    """`all-linear` means the same maps to both."""
+    folder = case.folder.with_name(f"{case.folder.name}_peft")
+    theirs = load_file(folder / "adapter_model.safetensors")
+    ours = load_file(case.bfloat16.parent / "adapter" / "adapter_model.safetensors")
+    assert {name: x.shape for name, x in theirs.items()} == {name: x.shape for name, x in ours.items()}
+    found = golden(folder)
+    np.testing.assert_allclose(logits_with(case, folder), found, atol=TOLERANCE)
+    assert np.abs(found - golden(case.folder)).max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", [EXPERTS], indirect=True)
+def test_an_adapter_of_peft_on_fused_experts_is_refused_by_name(case: Case):
+    with pytest.raises(WeightError, match=r"target_parameters = .* is not supported"):
+        peft.load_adapter(case.folder.with_name(f"{EXPERTS}_peft"), case.policy.table, case.policy.config.sizes())
+
+
+@pytest.mark.parametrize("case", sorted(torch_side.ADAPTED), indirect=True)
+def test_our_adapter_gives_peft_the_same_logits(case: Case):
+    folder = case.bfloat16.parent / "adapter"
+    assert read_json(folder / "loading.json") == {}
+    np.testing.assert_allclose(logits_with(case, folder), golden(folder), atol=TOLERANCE)
+    assert np.abs(golden(folder) - golden(case.folder)).max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", sorted({*torch_side.ADAPTED} - {EXPERTS}), indirect=True)
+def test_peft_writes_our_adapter_with_the_same_bits(case: Case):
+    folder = case.bfloat16.parent / "adapter"
+    ours, again = (load_file(path / "adapter_model.safetensors") for path in (folder, folder / "again"))
+    assert ours.keys() == again.keys()
+    assert all(ours[name].tobytes() == again[name].tobytes() for name in ours)
+    written, read = (read_json(path / "adapter_config.json") for path in (folder, folder / "again"))
+    assert all(read[key] == written[key] for key in ("r", "lora_alpha", "use_rslora", "bias"))
 
 
 @pytest.mark.parametrize("case", [name for name in NAMES if name.endswith("_images")], indirect=True)

@@ -1,12 +1,15 @@
 """The other side of the comparisons with transformers and torch; runs in an environment of its own (`make torch`).
 
-python tests/torch_side.py make OUT         tiny random checkpoints of CASES, each with golden.npz and digests.json
-python tests/torch_side.py score FOLDER...  per folder: golden.npz, digests.json, and loading.json (keys that do not fit)
+python tests/torch_side.py make OUT         tiny random checkpoints of CASES, each with golden.npz and digests.json; beside
+                                            those of ADAPTED an adapter that peft made, in NAME_peft
+python tests/torch_side.py score FOLDER...  per folder, of a model or an adapter: golden.npz, digests.json, and loading.json
+                                            (keys that do not fit); adapters saved again by peft, in again/
 """
 
 import hashlib
 import json
 import sys
+import warnings
 from pathlib import Path
 
 NO_TORCH = 77
@@ -49,6 +52,7 @@ CASES = {
                                                 "norm_topk_prob": True, "attention_bias": True}),
     "qwen3_moe_windows": ("qwen3_moe", EXPERTS | {"norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 8,
                                                   "mlp_only_layers": [0], "tie_word_embeddings": True}),
+    "qwen3_moe_sparse": ("qwen3_moe", EXPERTS | {"norm_topk_prob": True}),
     "qwen3_5_pattern": ("qwen3_5_text", DELTA | {"num_hidden_layers": 5, "attention_bias": True,
                                                  "layer_types": [STATE, FULL, STATE, STATE, FULL]}),
     "qwen3_5_images": ("qwen3_5", DELTA | {"num_hidden_layers": 4, "tie_word_embeddings": True}),
@@ -61,6 +65,16 @@ CASES = {
     "gemma3_images": ("gemma3", GEMMA | {"rope_parameters": GEMMA_ROPE}),
 }  # fmt: skip
 """By name: model_type, and what differs from SMALL."""
+
+ADAPTED = {
+    "llama_biases_llama3": {"target_modules": ["q_proj", "down_proj"], "r": 3, "lora_alpha": 5, "use_rslora": True},
+    "qwen3_moe_mixed": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "r": 4, "lora_alpha": 12},
+    "qwen3_moe_sparse": {"target_modules": ["o_proj", "gate_proj", "up_proj", "down_proj"], "r": 2, "lora_alpha": 3},
+    "qwen3_5_pattern": {"target_modules": "all-linear", "r": 2, "lora_alpha": 1},
+    "qwen3_5_moe_pattern": {"target_modules": "all-linear", "r": 2, "lora_alpha": 4},
+    "gemma3_biases": {"target_modules": "all-linear", "r": 1, "lora_alpha": 3},
+}
+"""By name of a case: an adapter on it."""
 
 
 def config_of(kind: str, changes: dict):
@@ -97,19 +111,57 @@ def make(out: Path) -> None:
                 parameter += 0.15 * torch.randn_like(parameter)
         model.save_pretrained(out / name)
         record(model, out / name)
+        if name in ADAPTED:
+            adapt(model, out / name, ADAPTED[name])
+
+
+def adapt(model, folder: Path, settings: dict) -> None:
+    """An adapter of random numbers, made and saved by peft."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    model.name_or_path = str(folder)
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.1 * torch.randn_like(parameter))
+    out = folder.with_name(f"{folder.name}_peft")
+    adapted.save_pretrained(out)
+    record(adapted, out)
 
 
 def score(folder: Path) -> None:
-    """What transformers makes of a folder that we wrote, computed in float32."""
+    """What transformers and peft make of a folder that we wrote, computed in float32."""
     import torch
     from transformers import AutoConfig
 
+    if (folder / "adapter_config.json").exists():
+        score_adapter(folder)
+        return
     config = AutoConfig.from_pretrained(folder)
     model, info = model_class(config).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     (folder / "loading.json").write_text(json.dumps({key: sorted(map(str, value)) for key, value in info.items() if value}))
     record(model.eval(), folder)
+
+
+def score_adapter(folder: Path) -> None:
+    """A PEFT folder on the model it names; what peft read is written once more."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        adapted = PeftModel.from_pretrained(model, folder).eval()
+    told = [str(w.message) for w in caught if "adapter" in str(w.message)]
+    (folder / "loading.json").write_text(json.dumps({"warnings": told} if told else {}))
+    adapted.save_pretrained(folder / "again")
+    record(adapted, folder)
 
 
 def record(model, folder: Path) -> None:
