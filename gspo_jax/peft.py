@@ -18,7 +18,8 @@ from serving_bridge.shards import Shards
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 PLAIN = {
-    "peft_type": ("LORA",), "target_parameters": (None, []), "bias": ("none", None), "fan_in_fan_out": (False, None), "modules_to_save": (None, []),
+    "peft_type": ("LORA",), "target_parameters": (None, []), "bias": ("none", None), "fan_in_fan_out": (False, None),
+    "modules_to_save": (None, []),
     "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "use_dora": (False, None), "layers_to_transform": (None, []),
     "exclude_modules": (None, []), "trainable_token_indices": (None, []),
     "lora_bias": (False, None), "layer_replication": (None, []), "use_qalora": (False, None),
