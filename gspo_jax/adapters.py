@@ -6,7 +6,8 @@ B are leaves `lora_a` and `lora_b` beside the kernel they belong to; the model u
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,14 @@ from jax import Array
 from gspo_jax.models.quantize import matrix
 from gspo_jax.types import Params
 from serving_bridge.trees import get, joined, leaves, put
-from serving_bridge.weights import Weight, WeightError, axes_of, leaf_shape, sides, stacked
+from serving_bridge.weights import Weight, axes_of, leaf_shape, sides, stacked
 
 ALL = "all-linear"
 """As in PEFT: every linear map but the head, the router and the experts."""
+
+
+class UnknownTarget(ValueError):
+    """A name that no linear map of the model has; the message says which there are."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,8 @@ class Adapter:
     rslora: bool
     rows: tuple[Weight, ...]
     """The kernels' rows of the model's weight table."""
-    targets: tuple[str, ...] = ()
-    """Their names in PEFT, as short as they can be without naming other maps, sorted."""
+    targets: tuple[str, ...] | str = ()
+    """Their names in PEFT, as short as they can be without naming other maps, sorted; or a pattern for their whole names."""
 
     @property
     def scale(self) -> float:
@@ -48,29 +53,33 @@ def linear_rows(table: Sequence[Weight]) -> list[Weight]:
 
 
 def adapter_of(
-    table: Sequence[Weight], targets: Sequence[str], rank: int, alpha: float, *, rslora: bool = False, experts: bool = True
+    table: Sequence[Weight],
+    targets: Sequence[str] | str,
+    rank: int,
+    alpha: float,
+    *,
+    rslora: bool = False,
+    experts: bool = True,
+    avoid: Collection[str] = (),
 ) -> Adapter:
-    """The adapter of a model. `targets` are PEFT names (`q_proj`, `mlp.up_proj`) or `all-linear`; none means that.
+    """The adapter of a model. `targets` as in PEFT: names (`q_proj`, `mlp.up_proj`), or one pattern for whole names; none, or
+    `all-linear`, means every linear map but the head, the router and the experts.
 
-    Without `experts` the names are not meant for those, as for peft where one tensor holds all experts.
-
-    Raises WeightError for a name that no linear map has.
+    Without `experts` the names are not meant for those, as for peft where one tensor holds all experts. `avoid` are names of
+    other modules of the checkpoint that `Adapter.targets` must not name. Raises UnknownTarget for what no linear map matches.
     """
     rows = [row for row in linear_rows(table) if experts or "e" not in stacked(row)]
-    if not targets or tuple(targets) == (ALL,):
+    if not targets or targets == ALL or tuple(targets) == (ALL,):
         chosen = [row for row in rows if stacked(row) == ("l",)]
-        return Adapter(rank, alpha, rslora, tuple(chosen), _shortest(chosen, rows))
-    names = sorted({module(row).rpartition(".")[2] for row in rows})
-    for target in targets:
-        if not any(_matches(row, target) for row in rows):
-            near = difflib.get_close_matches(target, names, 1)
-            hint = f"; did you mean {near[0]!r}" if near else ""
-            raise WeightError(
-                f"training.lora.target_modules: {target!r} is no linear map of this model{hint}; it has {', '.join(names)}, "
-                f"and {ALL!r} alone means all but the experts"
-            )
-    chosen = [row for row in rows if any(_matches(row, target) for target in targets)]
-    return Adapter(rank, alpha, rslora, tuple(chosen), _shortest(chosen, rows))
+    elif isinstance(targets, str):
+        chosen = [row for row in rows if _fits(targets, row)]
+    else:
+        for target in targets:
+            _require(target, rows)
+        chosen = [row for row in rows if any(_ends(module(row), target) for target in targets)]
+    if not chosen:
+        raise UnknownTarget(f"{targets!r} is no linear map of this model")
+    return Adapter(rank, alpha, rslora, tuple(chosen), _names(chosen, rows, avoid))
 
 
 def module(row: Weight) -> str:
@@ -78,20 +87,48 @@ def module(row: Weight) -> str:
     return row.name.removesuffix(".weight")
 
 
-def _shortest(chosen: Sequence[Weight], rows: Sequence[Weight]) -> tuple[str, ...]:
-    """For each chosen row the shortest end of its name that none of the others has."""
-    others = [row for row in rows if row not in chosen]
+def _ends(name: str, end: str) -> bool:
+    return f".{name}".endswith(f".{end}")
+
+
+def _fits(pattern: str, row: Weight) -> bool:
+    try:
+        return re.fullmatch(pattern, module(row).format(l=(row.layers or (0,))[0], e=0)) is not None
+    except re.error as error:
+        raise UnknownTarget(f"{pattern!r} is not a pattern ({error})") from None
+
+
+def _require(target: str, rows: Sequence[Weight]) -> None:
+    if any(_ends(module(row), target) for row in rows):
+        return
+    names = sorted({module(row).rpartition(".")[2] for row in rows})
+    near = difflib.get_close_matches(target, names, 1)
+    hint = f"; did you mean {near[0]!r}" if near else ""
+    raise UnknownTarget(
+        f"{target!r} is no linear map of this model{hint}; it has {', '.join(names)}, and {ALL!r} alone means all but experts"
+    )
+
+
+def _names(chosen: Sequence[Weight], rows: Sequence[Weight], avoid: Collection[str]) -> tuple[str, ...] | str:
+    """For each chosen row the shortest end of its name that no other module has; a pattern where layer numbers are needed."""
+    others = [*(module(row) for row in rows if row not in chosen), *avoid]
 
     def name(row: Weight) -> str:
         parts = module(row).split(".")
         ends = [".".join(parts[i:]) for i in reversed(range(len(parts)))]
-        return next(end for end in ends if not any(_matches(other, end) for other in others))
+        return next(end for end in ends if not any(_ends(other, end) for other in others))
 
-    return tuple(sorted({name(row) for row in chosen}))
+    found = sorted({name(row) for row in chosen})
+    if not any("{" in each for each in found):
+        return tuple(found)
+    return "|".join(sorted({_pattern(row) for row in chosen}))
 
 
-def _matches(row: Weight, target: str) -> bool:
-    return module(row) == target or module(row).endswith(f".{target}")
+def _pattern(row: Weight) -> str:
+    """A row's whole names, under either spelling of a multimodal checkpoint's language model."""
+    start, _, rest = module(row).partition("layers.")
+    anywhere = r".*language_model\..*" if "language_model" in start else re.escape(start)
+    return anywhere + r"layers\." + re.sub(r"\\\{\w\\\}", r"\\d+", re.escape(rest))
 
 
 def _axes(row: Weight) -> tuple[str, str, str, str]:

@@ -58,8 +58,8 @@ def check_capabilities(config: Config) -> None:
 
 
 def build_trainer(config: Config, start: Start, placement: Placement) -> Trainer:
-    """The learner and the batches a config describes. The reference of a KL is what `start` is without its adapter, at no
-    memory cost; in the mode full a copy of its weights, kept only if a KL refers to them."""
+    """The learner and the batches a config describes. The reference of a KL is the policy of `start`: with a fresh adapter the
+    weights beneath it, at no memory cost; else a copy of what is trained, kept only if a KL refers to it."""
     check_routing(config, start.policy)
     algorithm = config.algorithm
     objective = build_objective(algorithm, config.policy.max_tokens * config.rollout.max_turns)
@@ -75,14 +75,15 @@ def build_trainer(config: Config, start: Start, placement: Placement) -> Trainer
     )
     score = jax.jit(lambda params, batch: score_batch(logprobs, params, batch))
     frozen = None if start.frozen is None else placement.state(start.frozen)
-    reference = None
-    if algorithm.kl_beta > 0:
-        reference = placement.state(jax.tree.map(jnp.copy, start.params)) if frozen is None else frozen
+    reference = frozen if start.fresh else None
+    if algorithm.kl_beta > 0 and reference is None:
+        copy = placement.state(jax.tree.map(jnp.copy, start.params))
+        reference = copy if attach is None or frozen is None else attach(copy, frozen)
     layout = Packing(row_length(config), config.training.rows_per_microbatch, packing_mode(config, start.policy))
 
     def batch(groups: Sequence[Group], params: Params) -> Prepared:
         penalties, metrics = None, {}
-        if reference is not None and algorithm.kl_in == "reward":
+        if reference is not None and algorithm.kl_beta > 0 and algorithm.kl_in == "reward":
             whole = params if attach is None or frozen is None else attach(params, frozen)
             penalties, mean = _penalties(config, groups, lambda b: (score(whole, b), score(reference, b)), placement, layout)
             metrics["policy/kl_reference"] = mean

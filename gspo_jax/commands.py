@@ -16,7 +16,7 @@ from gspo_jax.policy import Policy, load_policy
 from gspo_jax.pretrained import ModelNotFoundError
 from gspo_jax.runlog import RunError
 from gspo_jax.signal import SignalError
-from gspo_jax.start import Start, load_start
+from gspo_jax.start import Start, check_frozen, load_start
 from gspo_jax.train import TrainingError
 from gspo_jax.types import Params
 from rollout.client import TaskAppError
@@ -69,26 +69,29 @@ def _without_nulls(value: Any) -> Any:
 
 def is_run(path: str | Path) -> bool:
     """Whether a path is a run directory rather than a model folder."""
-    return (Path(path) / "checkpoints").is_dir()
+    return (Path(path).expanduser() / "checkpoints").is_dir()
 
 
 def load_run_or_model(name: str, *, compute_dtype: str | None = None) -> tuple[Policy, Params]:
     """A run directory's policy (its best checkpoint by held-out reward, else its newest), a PEFT folder's with the adapter in
     its place, or any model `load_policy` takes."""
     if is_run(name):
-        start, params = load_run(Path(name), compute_dtype=compute_dtype)
+        start, params = load_run(Path(name).expanduser(), compute_dtype=compute_dtype)
         return start.policy, start.whole(params, start.frozen)
-    if peft.is_adapter(Path(name)):
-        return peft_policy(Path(name), compute_dtype=compute_dtype or "float32")
+    if peft.is_adapter(Path(name).expanduser()):
+        return peft_policy(Path(name).expanduser(), compute_dtype=compute_dtype or "float32")
     return load_policy(name, compute_dtype=compute_dtype or "float32")
 
 
 def load_run(run_dir: Path, *, compute_dtype: str | None = None, best: bool = True) -> tuple[Start, Params]:
     """What a run started from, and the trained parameters of its best (or newest) checkpoint."""
     config = recorded_config(run_dir)
+    recorded = config.model.compute_dtype
     if compute_dtype is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"compute_dtype": compute_dtype})})
     start = load_start(config)
+    if compute_dtype in (None, recorded):
+        check_frozen(start, run_dir)
     directory = run_dir / "checkpoints"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -103,6 +106,6 @@ def load_run(run_dir: Path, *, compute_dtype: str | None = None, best: bool = Tr
 
 def peft_policy(folder: Path, *, compute_dtype: str) -> tuple[Policy, Params]:
     """The policy of an adapter's base model, and float32 parameters with the adapter in its place."""
-    policy, params = load_policy(peft.read_config(folder)["base_model_name_or_path"], compute_dtype=compute_dtype)
+    policy, params = load_policy(peft.base_model(folder)[1], compute_dtype=compute_dtype)
     adapter, trained = peft.load_adapter(folder, policy.table, policy.config.sizes())
     return policy, adapters.attach(adapter, trained, params)

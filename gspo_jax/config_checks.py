@@ -184,7 +184,16 @@ def hints(config: Config) -> Iterator[str]:
             f"training.batch_size: {minibatch} counts trajectories per minibatch, not groups; "
             f"for {minibatch} groups write {minibatch * group}"
         )
+    yield from _idle_adapter(config)
     layout = config.compute.topology
     used = layout.gpus_for_vllm + layout.gpus_for_training + layout.gpus_for_ref
     if used and config.compute.gpu_count and used != config.compute.gpu_count:
         yield f"compute.gpu_count: {config.compute.gpu_count}, but compute.topology distributes {used} GPUs"
+
+
+def _idle_adapter(config: Config) -> Iterator[str]:
+    mode, told = config.model.trainer_mode, config.training.lora.model_fields_set
+    if mode == "full" and "trainer_mode" in config.model.model_fields_set and told - {"dropout"}:
+        yield f'training.lora.{min(told)}: without effect in model.trainer_mode = "full"'
+    if mode == "lora" and "quantization" in told:
+        yield 'training.lora.quantization: without effect in model.trainer_mode = "lora"; write "qlora"'

@@ -18,7 +18,9 @@ def _sums(tree: Any) -> list[Array]:
 
 def _sum(x: Array) -> Array:
     """Two integer sums over the words of `x`, each word mixed with its place. Integer addition is exact in any order."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16).astype(jnp.uint32).reshape(-1)
+    words = {4: jnp.uint32, 2: jnp.uint16, 1: jnp.uint8}[x.dtype.itemsize]
+    whole = x if jnp.issubdtype(x.dtype, jnp.unsignedinteger) else jax.lax.bitcast_convert_type(x, words)
+    bits = whole.astype(jnp.uint32).reshape(-1)
     place = jnp.arange(bits.size, dtype=jnp.uint32)
     mixed = (bits ^ (place * jnp.uint32(0x9E3779B1))) * jnp.uint32(0x85EBCA77)
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE3D)

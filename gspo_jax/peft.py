@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from gspo_jax.adapters import Adapter, adapter_of, adapter_sizes, adapter_table
+from gspo_jax.adapters import Adapter, UnknownTarget, adapter_of, adapter_sizes, adapter_table
+from gspo_jax.models.tables import SPELLINGS
+from gspo_jax.pretrained import ModelNotFoundError, resolve_model
 from gspo_jax.types import Params
 from serving_bridge.convert import DTYPES, Weight, WeightError, export_weights, load_weights
 from serving_bridge.folders import copy_tokenizer, new_folder
@@ -18,14 +21,15 @@ from serving_bridge.shards import Shards
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 PLAIN = {
-    "peft_type": ("LORA",), "target_parameters": (None, []), "bias": ("none", None), "fan_in_fan_out": (False, None),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "use_dora": (False, None), "layers_to_transform": (None, []),
-    "exclude_modules": (None, []), "trainable_token_indices": (None, []),
-    "lora_bias": (False, None), "layer_replication": (None, []), "use_qalora": (False, None),
-    "alora_invocation_tokens": (None, []),
+    "peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
+    "target_modules": (), "use_rslora": (True,), "lora_dropout": (),
 }  # fmt: skip
-"""Settings of a PEFT config that change what an adapter computes, and the values that mean what we compute."""
+"""Keys of a PEFT config that change what an adapter computes, and the values beside nothing (no, none, empty) that we do; with
+none listed, any value will do. Others must say nothing: `pissa` and the like change the model beneath the adapter."""
+
+HARMLESS = ("r", "lora_alpha", "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping",
+            "peft_version", "megatron_core", "qalora_group_size", "runtime_config")  # fmt: skip
+"""Keys that are read elsewhere or change nothing we compute."""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -53,7 +57,8 @@ def save_adapter(
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": 0.0, "use_rslora": adapter.rslora,
-        "target_modules": list(adapter.targets), "bias": "none", "fan_in_fan_out": False, "modules_to_save": None,
+        "target_modules": adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets),
+        "bias": "none", "fan_in_fan_out": False, "modules_to_save": None,
         "init_lora_weights": True,
     }  # fmt: skip
     with new_folder(out, overwrite=overwrite) as folder:
@@ -72,12 +77,26 @@ def read_config(folder: Path) -> dict[str, Any]:
         rank, alpha = config["r"], config["lora_alpha"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightError(f"{file}: not a readable LoRA config ({error!r}); it needs r and lora_alpha") from None
-    for name, allowed in PLAIN.items():
-        if config.get(name, allowed[0]) not in allowed:
-            raise WeightError(f"{file}: {name} = {config[name]!r} is not supported; supported: {allowed[0]!r}")
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1 or not alpha > 0:
-        raise WeightError(f"{file}: r = {rank!r} must be an integer >= 1 and lora_alpha = {alpha!r} a number > 0")
+    for name, value in sorted(config.items(), key=lambda item: item[0] != "target_parameters"):  # what the others follow from
+        allowed = PLAIN.get(name, (None,))
+        if value and name not in HARMLESS and allowed and value not in allowed:
+            raise WeightError(f"{file}: {name} = {value!r} is not supported; leave it out to use the adapter without it")
+    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+        raise WeightError(f"{file}: r = {rank!r} must be an integer >= 1")
+    if not isinstance(alpha, int | float) or not alpha > 0:
+        raise WeightError(f"{file}: lora_alpha = {alpha!r} must be a number > 0")
     return config
+
+
+def base_model(folder: Path) -> tuple[str, Path]:
+    """The name that a PEFT folder gives its base model, and where that is. WeightError naming both when there is none."""
+    name = read_config(folder).get("base_model_name_or_path")
+    try:
+        if not isinstance(name, str):
+            raise ModelNotFoundError("it must be a Hugging Face id or a folder")
+        return name, resolve_model(name)
+    except ModelNotFoundError as error:
+        raise WeightError(f"{folder / CONFIG}: base_model_name_or_path = {name!r}: {error}") from None
 
 
 def load_adapter(folder: Path, table: Sequence[Weight], sizes: Mapping[str, int]) -> tuple[Adapter, Params]:
@@ -86,16 +105,29 @@ def load_adapter(folder: Path, table: Sequence[Weight], sizes: Mapping[str, int]
     Raises WeightError naming what does not fit: settings, target modules, missing, unused and misshapen tensors.
     """
     config = read_config(folder)
-    targets = config.get("target_modules") or ()
-    adapter = adapter_of(
-        table,
-        [targets] if isinstance(targets, str) else targets,
-        config["r"],
-        float(config["lora_alpha"]),
-        rslora=bool(config.get("use_rslora")),
-        experts=any(".experts." in name for name in Shards(folder, WEIGHTS).names),
-    )
-    params = load_weights(
-        folder, adapter_table(adapter), adapter_sizes(adapter, sizes), np.float32, put=lambda _, x: jnp.asarray(x), file=WEIGHTS
-    )
-    return adapter, params
+    if not (folder / WEIGHTS).is_file():
+        raise WeightError(f"{folder} holds no {WEIGHTS}; other formats are not read")
+    targets, names = config.get("target_modules") or (), Shards(folder, WEIGHTS).names
+    try:
+        adapter = adapter_of(
+            table,
+            targets,
+            config["r"],
+            float(config["lora_alpha"]),
+            rslora=bool(config.get("use_rslora")),
+            experts=any(".experts." in name for name in names),
+        )
+    except UnknownTarget as error:
+        raise WeightError(f"{folder / CONFIG}: target_modules: {error}") from None
+    rows = _spelled(adapter_table(adapter), names)
+    sizes = adapter_sizes(adapter, sizes)
+    return adapter, load_weights(folder, rows, sizes, np.float32, put=lambda _, x: jnp.asarray(x), file=WEIGHTS)
+
+
+def _spelled(rows: Sequence[Weight], names: Sequence[str]) -> Sequence[Weight]:
+    """The rows under the names of a file: peft writes those of the model in memory, not those of a multimodal checkpoint."""
+    for body, _ in SPELLINGS:
+        start = f"base_model.model.{body}layers."
+        if any(name.startswith(start) for name in names):
+            return [replace(row, name=start + row.name.partition("layers.")[2]) for row in rows]
+    return rows

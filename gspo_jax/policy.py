@@ -79,8 +79,8 @@ def describe_policy(folder: Path, *, compute_dtype: str, remat: str) -> Policy:
     module = ARCHITECTURES[kind]
     try:
         config = module.Config.model_validate(raw)
-    except (ValidationError, KeyError, ValueError) as error:
-        raise WeightError(f"{path}: {error}") from None
+    except (ValidationError, KeyError, ValueError, TypeError) as error:
+        raise WeightError(f"{path}: {error!r}" if isinstance(error, KeyError) else f"{path}: {error}") from None
     dtype = jnp.dtype(compute_dtype)
     table = table_of(module, config, folder_tensors(folder))
     return Policy(folder, kind, config, module.Model(config, dtype, remat), table, dtype)

@@ -45,7 +45,9 @@ def resolve_model(base: str, *, sources: tuple[tuple[str, Source], ...] | None =
     path = Path(base).expanduser()
     if base and path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelNotFoundError(f"model.base = {base!r} is a folder without config.json; give a Hugging Face model folder")
+            adapter = (path / "adapter_config.json").is_file()
+            better = f"write source = {base!r} for an adapter" if adapter else "give a Hugging Face model folder"
+            raise ModelNotFoundError(f"model.base = {base!r} is a folder without config.json; {better}")
         return path
     if _LOCAL.match(base):
         raise ModelNotFoundError(f"model.base = {base!r}: there is no such folder")
@@ -66,6 +68,11 @@ def resolve_model(base: str, *, sources: tuple[tuple[str, Source], ...] | None =
         f"model.base = {base!r} was not found ({'; '.join(tried)}); set model.base to a local folder, or run "
         f"`hf download {base}` where the hub is reachable" + _package_hint(base)
     )
+
+
+def looks_like_id(base: str) -> bool:
+    """Whether a name is a Hugging Face id rather than a folder that is there."""
+    return _ID.fullmatch(base) is not None and not Path(base).expanduser().is_dir()
 
 
 def from_cache(base: str) -> Path:

@@ -15,7 +15,7 @@ from gspo_jax.config import mesh_devices
 from gspo_jax.digest import params_digest
 from gspo_jax.runlog import RunError
 from gspo_jax.sharding import place
-from gspo_jax.start import load_start
+from gspo_jax.start import check_frozen, load_start
 from gspo_jax.train import TrainingError
 
 
@@ -43,6 +43,7 @@ def replay(run_dir: Path, last: int | None = None) -> Iterator[Replayed]:
     if not logged or (last is not None and last not in logged):
         raise RunError(f"{run_dir}/digests.jsonl has no step {last if last is not None else 0}; it has {len(logged)} steps")
     begin = load_start(config)
+    check_frozen(begin, run_dir)
     placement = place(mesh_devices(config, len(jax.devices())))
     trainer = build_trainer(config, begin, placement)
     state = jax.jit(trainer.learner.init)(placement.state(begin.params))

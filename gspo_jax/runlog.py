@@ -62,7 +62,7 @@ def lock(run_dir: Path) -> Iterator[None]:
 
 def identity() -> dict[str, Any]:
     """What besides config and code decides a run's bits: devices, threads, library versions; and the git state."""
-    names = ("gspo-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
+    names = ("gspo-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers", "qwix")
     devices = jax.devices()
     return {
         "versions": {name: version(name) for name in names} | {"python": platform.python_version()},

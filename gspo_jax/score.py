@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--input", type=Path, required=True, help=".npz with input_ids [b t]")
     parser.add_argument("--output", type=Path, required=True, help=".npz to write: next_logprobs [b t-1] float32")
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="compute dtype")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="compute dtype (default: float32, or that of the run)")
     args = parser.parse_args(argv)
 
     def work() -> None:

@@ -24,6 +24,11 @@ Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], _listed]
 Ops = Annotated[tuple[str | dict[str, Any], ...], _listed]
 Headers = Annotated[Mapping[str, str], AfterValidator(MappingProxyType)]
 Band = Annotated[tuple[Annotated[float, Field(gt=0)], ...], _listed]
+Targets = Annotated[
+    tuple[str, ...],
+    BeforeValidator(lambda value: (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value),
+    AfterValidator(lambda names: () if names == ("all-linear",) else names),
+]
 Severity = Literal["error", "warn", "off"]
 Objectives = Literal[
     "gspo", "gspo_token", "luspo", "gmpo", "ppo", "grpo", "dapo", "dr_grpo", "cispo", "sapo", "minirl", "reinforce"
@@ -261,7 +266,7 @@ class Lora(Section):
     alpha: float = key(32.0, "strength: the adapter counts alpha / r", gt=0)
     rslora: bool = key(False, "the adapter counts alpha / sqrt(r) instead")
     dropout: float = idle(0.0, "log-probabilities are computed without dropout", ge=0, lt=1)
-    target_modules: Texts = key((), 'PEFT names of the linear maps that get one; empty or "all-linear": all of them')
+    target_modules: Targets = key((), 'PEFT names of the linear maps that get one; empty or "all-linear": all of them')
     quantization: Literal["nf4", "int8"] = key("nf4", "type of the frozen kernels in the mode qlora")
 
 

@@ -3,19 +3,23 @@
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from gspo_jax import adapters, peft
-from gspo_jax.adapters import Adapter
+from gspo_jax import adapters, peft, runlog
+from gspo_jax.adapters import Adapter, UnknownTarget
 from gspo_jax.config import ConfigError, model_id
+from gspo_jax.digest import params_digest
 from gspo_jax.models.quantize import nbytes, quantize
 from gspo_jax.policy import Policy, compute_leaf, describe_policy, load_params, save_policy
-from gspo_jax.pretrained import resolve_model
+from gspo_jax.pretrained import looks_like_id, resolve_model
+from gspo_jax.runlog import RunError
 from gspo_jax.sections import Config
 from gspo_jax.types import Params
+from serving_bridge.convert import folder_tensors
+from serving_bridge.weights import tensor_names
 
 PREFIX = re.compile(r"(?:ft|fft|qft|rl):(?P<base>[^:]+):(?P<run>[A-Za-z0-9][A-Za-z0-9._-]*)")
 """A trained model by the id it was given: kind, base model, run."""
@@ -35,6 +39,8 @@ class Start:
     adapter: Adapter | None = None
     base: str = ""
     """What an adapter is recorded to belong to."""
+    fresh: bool = True
+    """Whether the adapter leaves the model as it is, as before its first step."""
 
     def whole(self, params: Params, frozen: Params | None) -> Params:
         """The parameters the model computes with."""
@@ -60,18 +66,33 @@ class Start:
     def summary(self) -> str:
         """How much is trained, and what it takes."""
         trained = adapters.count(self.params)
+        state = trained * 4 * (1 + MOMENTS)
         if self.frozen is None:
-            return f"trains all {trained:,} parameters; weights, gradient and moments take {_mega(trained * 4 * (1 + MOMENTS))}"
-        held = nbytes(self.frozen) + trained * 4 * (1 + MOMENTS)
+            return f"trains all {trained:,} parameters; weights, gradient and moments take {_size(state)}"
         everything = adapters.count(self.frozen)
         return (
             f"trains {trained:,} parameters beside {everything:,} frozen ones ({100 * trained / everything:.2f} %); weights, "
-            f"gradient and moments take {_mega(held)}, full fine-tuning {_mega(everything * 4 * (1 + MOMENTS))}"
+            f"gradient and moments take {_size(nbytes(self.frozen) + state)}, full fine-tuning "
+            f"{_size(everything * 4 * (1 + MOMENTS))}"
         )
 
+    def frozen_digest(self) -> str | None:
+        """Fingerprint of the weights that are not trained."""
+        return None if self.frozen is None else params_digest(self.frozen)
 
-def _mega(size: int) -> str:
-    return f"{size / 1e6:,.0f} MB"
+
+def _size(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e6:.2g} MB"
+
+
+class Source(NamedTuple):
+    """Where a run's weights come from."""
+
+    model: Path
+    adapter: Path | None
+    """A PEFT folder on that model."""
+    name: str
+    """What an adapter is recorded to belong to: an id that any machine resolves, or a folder."""
 
 
 def load_start(config: Config) -> Start:
@@ -80,34 +101,47 @@ def load_start(config: Config) -> Start:
     A `source` that is a PEFT folder is gone on with in the modes lora and qlora, and added to its base model in the mode full.
     Raises ConfigError, ModelNotFoundError, WeightError.
     """
-    folder, found = locate(config)
-    base = peft.read_config(found)["base_model_name_or_path"] if found else model_id(config)
-    policy = describe_policy(folder, compute_dtype=config.model.compute_dtype, remat=config.model.remat)
-    if config.model.trainer_mode == "full":
+    source = locate(config)
+    policy = describe_policy(source.model, compute_dtype=config.model.compute_dtype, remat=config.model.remat)
+    adapter, sizes = plan_adapter(config, policy, source), policy.config.sizes()
+    if adapter is None:
         params = load_params(policy, policy.folder)
-        if found:
-            adapter, trained = peft.load_adapter(found, policy.table, policy.config.sizes())
-            params = adapters.merged(adapter, trained, params, policy.config.sizes())
+        if source.adapter:
+            params = adapters.merged(*peft.load_adapter(source.adapter, policy.table, sizes), params, sizes)
         return Start(policy, params)
+    if source.adapter:
+        _, params = peft.load_adapter(source.adapter, policy.table, sizes)
+    else:
+        params = adapters.init_adapter(adapter, sizes, config.run.seed)
     frozen = load_frozen(policy, config.training.lora.quantization if config.model.trainer_mode == "qlora" else None)
-    adapter, params = _adapter(config, policy, found)
-    return Start(policy, params, frozen, adapter, base if not Path(base).is_dir() else str(Path(base).absolute()))
+    return Start(policy, params, frozen, adapter, source.name, fresh=source.adapter is None)
 
 
-def _adapter(config: Config, policy: Policy, found: Path | None) -> tuple[Adapter, Params]:
-    lora, sizes = config.training.lora, policy.config.sizes()
-    if found is None:
-        adapter = adapters.adapter_of(policy.table, lora.target_modules, lora.r, lora.alpha, rslora=lora.rslora)
-        return adapter, adapters.init_adapter(adapter, sizes, config.run.seed)
-    adapter, params = peft.load_adapter(found, policy.table, sizes)
-    asked = {"r": lora.r, "alpha": lora.alpha, "rslora": lora.rslora}
-    has = {"r": adapter.rank, "alpha": adapter.alpha, "rslora": adapter.rslora}
-    told = lora.model_fields_set
-    wrong = [f"training.lora.{name}: {asked[name]} contradicts the {has[name]} of the adapter in {found}; leave it out"
-             for name in asked if name in told and asked[name] != has[name]]  # fmt: skip
-    if wrong:
-        raise ConfigError("config", wrong)
-    return adapter, params
+def plan_adapter(config: Config, policy: Policy, source: Source) -> Adapter | None:
+    """The adapter that is trained, without its weights; None in the mode full. ConfigError for what does not fit."""
+    if config.model.trainer_mode == "full":
+        return None
+    lora = config.training.lora
+    others = folder_tensors(policy.folder) - {
+        name for row in policy.table for _, name in tensor_names(row, policy.config.sizes())
+    }
+    avoid = {name.removesuffix(".weight") for name in others}
+    try:
+        asked = adapters.adapter_of(policy.table, lora.target_modules, lora.r, lora.alpha, rslora=lora.rslora, avoid=avoid)
+    except UnknownTarget as error:
+        raise ConfigError("config", [f"training.lora.target_modules: {error}"]) from None
+    if source.adapter is None:
+        return asked
+    found = peft.load_adapter(source.adapter, policy.table, policy.config.sizes())[0]
+    has = {"r": found.rank, "alpha": found.alpha, "rslora": found.rslora, "target_modules": found.targets}
+    wants = {"r": asked.rank, "alpha": asked.alpha, "rslora": asked.rslora, "target_modules": asked.targets}
+    different = [name for name in wants if name in lora.model_fields_set and wants[name] != has[name]]
+    if different:
+        raise ConfigError("config", [
+            f"training.lora.{name}: {wants[name]} contradicts the {has[name]} of the adapter in {source.adapter}; leave it out"
+            for name in different
+        ])  # fmt: skip
+    return found
 
 
 def load_frozen(policy: Policy, qtype: str | None) -> Params:
@@ -124,22 +158,39 @@ def load_frozen(policy: Policy, qtype: str | None) -> Params:
     return load_params(policy, policy.folder, put=keep)
 
 
-def locate(config: Config) -> tuple[Path, Path | None]:
-    """`(model folder, PEFT folder or None)` of `model.base` or `model.source`."""
-    folder = _source(config) if config.model.source else resolve_model(model_id(config))
-    if not peft.is_adapter(folder):
-        return folder, None
-    return resolve_model(peft.read_config(folder)["base_model_name_or_path"]), folder
+def locate(config: Config) -> Source:
+    """Where the weights of `model.base` or `model.source` are."""
+    name = model_id(config)
+    folder = _trained(name, Path(config.run.dir)) if config.model.source else resolve_model(name)
+    if peft.is_adapter(folder):
+        base, model = peft.base_model(folder)
+        return Source(model, folder, base)
+    return Source(folder, None, name if looks_like_id(name) else str(folder.absolute()))
 
 
-def _source(config: Config) -> Path:
+def _trained(name: str, runs: Path) -> Path:
     """The folder of a trained model: of a run, by its directory or its id `ft:base:run`; else as for `model.base`."""
-    name = config.model.source or ""
     match = PREFIX.fullmatch(name)
-    run_dir = Path(config.run.dir) / match["run"] if match else Path(name).expanduser()
-    if match or (run_dir / "checkpoints").is_dir():
-        if not (run_dir / "export").is_dir():
-            how = f"finish it with --resume, or write one with python -m gspo_jax.export {run_dir} FOLDER"
-            raise ConfigError("config", [f"model.source: {name!r}: {run_dir} has no export/ (the run did not end); {how}"])
-        return run_dir / "export"
-    return run_dir if peft.is_adapter(run_dir) else resolve_model(name)
+    run_dir = runs / match["run"] if match else Path(name).expanduser()
+    if not match and not (run_dir / "checkpoints").is_dir():
+        return run_dir if peft.is_adapter(run_dir) else resolve_model(name)
+    if not (run_dir / "export").is_dir():
+        how = f"finish it with --resume, or write one with python -m gspo_jax.export {run_dir} FOLDER"
+        raise ConfigError("config", [f"model.source: {name!r}: {run_dir} has no export/ (the run did not end); {how}"])
+    if match:
+        model = runlog.read_run(run_dir)["config"]["model"]
+        trained = model.get("base") or model.get("source")
+        if trained != match["base"]:
+            raise ConfigError("config", [f"model.source: {name!r}: the run in {run_dir} trained {trained!r}"])
+    return run_dir / "export"
+
+
+def check_frozen(start: Start, run_dir: Path) -> None:
+    """RunError unless the weights that are not trained are those that the run in `run_dir` began with."""
+    recorded = next((line["frozen"] for line in runlog.read_lines(run_dir / "digests.jsonl") if "frozen" in line), None)
+    found = start.frozen_digest()
+    if recorded is not None and found is not None and recorded != found:
+        raise RunError(
+            f"{run_dir}: the weights beneath the adapter are not those it was trained on ({found} instead of {recorded}); "
+            f"restore the model that model.base names ({start.base}), or the versions in config.json"
+        )

@@ -25,7 +25,7 @@ from gspo_jax.metrics import finite, rollout_metrics, with_aliases
 from gspo_jax.rollouts import AnyTask, Rollouts, open_rollouts
 from gspo_jax.sections import Config
 from gspo_jax.sharding import Placement, place
-from gspo_jax.start import Start, load_start
+from gspo_jax.start import Start, check_frozen, load_start
 from gspo_jax.types import Metrics, TrainState
 from gspo_jax.watcher import Step, Watcher
 from rollout.runner import void_table
@@ -66,7 +66,9 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(runlog.lock(run_dir))
         on_event({"type": "model", "message": start.summary()})
+        check_frozen(start, run_dir)
         state, best = _first_state(trainer.learner, placement.state(start.params), run_dir, on_event, resume=resume)
+        frozen_digest = start.frozen_digest()
         start = replace(start, params={})  # the state has them, and its buffers are donated
         background = Background()
         stack.callback(background.close)
@@ -78,7 +80,7 @@ def train(
         held_out = evaluation_problems(config, rollouts)
         history = list(runlog.read_lines(run_dir / "metrics.jsonl"))[-PATIENCE - 1 :]
         loop = _Loop(config, start, trainer, update, placement, background, rollouts, held_out, manager, run_dir, watching,
-                     best, history)  # fmt: skip
+                     best, history, frozen_digest)  # fmt: skip
         yield from loop.steps(state)
 
 
@@ -123,6 +125,7 @@ class _Loop:
     best: float | None
     history: list[dict[str, Any]]
     """Metrics of the last steps, for the guards."""
+    frozen_digest: str | None
 
     def steps(self, state: TrainState) -> Iterator[Step]:
         first, total = int(state.step), total_steps(self.config)
@@ -148,6 +151,8 @@ class _Loop:
         prepared = self.trainer.batch(groups, state.params)
         state, updated = self.update(state, prepared.batch, self.trainer.frozen)
         digest = {"step": step, "params": params_digest(state.params), "batch": prepared.digest}
+        if self.frozen_digest is not None:
+            digest["frozen"] = self.frozen_digest
         metrics = (
             rollout_metrics(groups, prepared.signal, step) | collected | finite(jax.device_get(updated)) | prepared.metrics
         )

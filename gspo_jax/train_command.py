@@ -18,7 +18,7 @@ from gspo_jax.plots import write_plots
 from gspo_jax.policy import describe_policy
 from gspo_jax.rollouts import open_rollouts
 from gspo_jax.sections import Config
-from gspo_jax.start import locate
+from gspo_jax.start import locate, plan_adapter
 from gspo_jax.train import train
 
 
@@ -71,16 +71,23 @@ def _train(config: Config, run_dir: Path | None, *, resume: bool) -> None:
     write_plots(run_dir)
     show_transcripts(console, run_dir, total_steps(config))
     console.print(f"curves   {run_dir}/plots/reward.png, {run_dir}/plots/health.png", markup=False)
-    layout = "Hugging Face" if config.model.trainer_mode == "full" else "PEFT"
+    mode = config.model.trainer_mode
+    layout = "Hugging Face" if mode == "full" else "PEFT"
     console.print(f"model    {run_dir}/export ({layout} layout)", markup=False)
-    console.print(f"serve    python -m gspo_jax.serve {run_dir}/export --port 8000", markup=False)
+    if mode == "qlora":  # an adapter trained on quantized weights is another policy on the plain ones
+        console.print(
+            f"merge    python -m gspo_jax.export {run_dir} FOLDER --merge (the policy that was trained)", markup=False
+        )
+    what = run_dir if mode == "qlora" else run_dir / "export"
+    console.print(f"serve    python -m gspo_jax.serve {what} --port 8000", markup=False)
 
 
 def _dry_run(config: Config, run_dir: Path | None) -> None:
     check_capabilities(config)
-    folder, adapter = locate(config)
-    policy = describe_policy(folder, compute_dtype=config.model.compute_dtype, remat=config.model.remat)
+    source = locate(config)
+    policy = describe_policy(source.model, compute_dtype=config.model.compute_dtype, remat=config.model.remat)
     packing_mode(config, policy)
+    plan_adapter(config, policy, source)
     check_routing(config, policy)
     background = Background()
     try:
@@ -89,7 +96,8 @@ def _dry_run(config: Config, run_dir: Path | None) -> None:
         background.leave(world)
     finally:
         background.close()
-    print(f"model    {model_id(config)} ({policy.architecture}) in {policy.folder}{f' with {adapter}' if adapter else ''}")
+    adapter = f" with {source.adapter}" if source.adapter else ""
+    print(f"model    {model_id(config)} ({policy.architecture}) in {policy.folder}{adapter}")
     print(f"task     answers; problems per split: {dict(sizes) or 'not stated'}")
     print(
         f"plan     {total_steps(config)} steps of {groups(config)} groups x {config.training.group_size}, "

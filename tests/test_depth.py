@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch_side
+from jax.experimental.compilation_cache import compilation_cache
 
 from gspo_jax.models import ARCHITECTURES
 from gspo_jax.models.decoder import stages
@@ -27,6 +29,17 @@ PATTERNS = {
     "gemma3": ({"sliding_window": 6}, 8, 32),
 }
 """Settings, and numbers of layers in which the pattern repeats (of Qwen3.5 and Gemma 3, four would be less than that)."""
+
+
+@pytest.fixture
+def uncached() -> Iterator[None]:
+    """Every compilation is one: tests that share a process may have a cache of compiled programs."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
+    compilation_cache.reset_cache()
 
 
 def policy_of(name: str, settings: dict[str, Any], layers: int) -> Policy:
@@ -62,6 +75,7 @@ def test_program_does_not_grow_with_depth(name: str):
     assert shallow == deep
 
 
+@pytest.mark.usefixtures("uncached")
 def test_compile_time_does_not_grow_with_depth():
     def seconds(layers: int) -> float:
         lowered = gradient(policy_of("llama", {}, layers))

@@ -1,6 +1,7 @@
 """Every key of the families' config.json is computed, harmless and listed so, or refused by name."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from gspo_jax.models import ARCHITECTURES, gemma3, qwen2, qwen3_5, rotary
 from gspo_jax.models.settings import Settings
 from gspo_jax.policy import describe_policy
 from serving_bridge.convert import WeightError
+from serving_bridge.weights import leaf_shape
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "gemma3_text")
 SLIDE, FULL = "sliding_attention", "full_attention"
@@ -171,3 +173,56 @@ def test_windows_that_are_switched_off_are_off():
     assert load(tiny_config(sliding_window=4, use_sliding_window=False)).sliding == (False, False)
     assert qwen3_5.Config.model_validate(small("qwen3_5_text", layer_types=None, full_attention_interval=2)).kinds == (
         "linear", "full", "linear")  # fmt: skip
+
+
+PUBLISHED = {
+    134_515_008: {  # SmolLM2-135M-Instruct
+        "model_type": "llama", "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+        "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664, "intermediate_size": 1536,
+        "is_llama_config": True, "max_position_embeddings": 8192, "mlp_bias": False, "num_attention_heads": 9,
+        "num_hidden_layers": 30, "num_key_value_heads": 3, "pad_token_id": 2, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+        "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000, "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16", "transformers.js_config": {"kv_cache_dtype": {"fp16": "float16"}}, "use_cache": True,
+        "vocab_size": 49152,
+    },
+    1_235_814_400: {  # Llama-3.2-1B
+        "model_type": "llama", "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009], "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
+        "initializer_range": 0.02, "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
+        "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        "rope_theta": 500000.0, "tie_word_embeddings": True, "use_cache": True, "vocab_size": 128256,
+    },
+    494_032_768: {  # Qwen2.5-0.5B
+        "model_type": "qwen2", "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643, "hidden_act": "silu",
+        "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864, "max_position_embeddings": 32768,
+        "max_window_layers": 24, "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True, "use_cache": True,
+        "use_mrope": False, "use_sliding_window": False, "vocab_size": 151936,
+    },
+    596_049_920: {  # Qwen3-0.6B
+        "model_type": "qwen3", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
+        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+        "use_sliding_window": False, "vocab_size": 151936,
+    },
+    30_532_122_624: {  # Qwen3-30B-A3B
+        "model_type": "qwen3_moe", "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+        "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True, "num_attention_heads": 32,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4,
+        "output_router_logits": False, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+}  # fmt: skip
+"""Published files, by the number of parameters their models are published with."""
+
+
+@pytest.mark.parametrize("parameters", PUBLISHED)
+def test_published_files_load_and_give_the_published_number_of_parameters(parameters: int):
+    config = load(PUBLISHED[parameters])
+    table = ARCHITECTURES[PUBLISHED[parameters]["model_type"]].weights(config)
+    assert sum(math.prod(leaf_shape(row, config.sizes())) for row in table) == parameters

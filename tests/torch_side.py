@@ -73,6 +73,7 @@ ADAPTED = {
     "qwen3_5_pattern": {"target_modules": "all-linear", "r": 2, "lora_alpha": 1},
     "qwen3_5_moe_pattern": {"target_modules": "all-linear", "r": 2, "lora_alpha": 4},
     "gemma3_biases": {"target_modules": "all-linear", "r": 1, "lora_alpha": 3},
+    "gemma3_images": {"target_modules": r".*language_model.*\.(q_proj|down_proj)", "r": 2, "lora_alpha": 8},
 }
 """By name of a case: an adapter on it."""
 
@@ -151,10 +152,11 @@ def score_adapter(folder: Path) -> None:
     """A PEFT folder on the model it names; what peft read is written once more."""
     import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    kind = model_class(AutoConfig.from_pretrained(base))
+    model = kind.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         adapted = PeftModel.from_pretrained(model, folder).eval()

@@ -1,5 +1,6 @@
 """Mixtures of experts: a router sends each token to a few of many MLPs; every choice is computed, none is dropped."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -117,11 +118,17 @@ class GroupedLinear(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "p d"], sizes: Int[Array, " e"]) -> Float[Array, "p f"]:
         kernel = parameter(self, "kernel", nn.initializers.lecun_normal(batch_axis=0), self.shape)
-        out = jax.lax.ragged_dot(x, matrix(kernel, self.dtype), sizes)
+        out = grouped_product(x, kernel, sizes, self.dtype)
         if self.has_variable("params", "lora_a"):
             a, b = (self.get_variable("params", name).astype(self.dtype) for name in ("lora_a", "lora_b"))
             out += jax.lax.ragged_dot(jax.lax.ragged_dot(x, a, sizes), b, sizes)
         return out
+
+
+@partial(jax.checkpoint, static_argnums=3, prevent_cse=False)
+def grouped_product(x: Float[Array, "p d"], kernel: Any, sizes: Int[Array, " e"], dtype: Any) -> Float[Array, "p f"]:
+    """`layers.product` in groups."""
+    return jax.lax.ragged_dot(x, matrix(kernel, dtype), sizes)
 
 
 def check_chosen(chosen: int, experts: int) -> None:

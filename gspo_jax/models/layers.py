@@ -5,6 +5,7 @@ e experts, r LoRA rank.
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -99,7 +100,7 @@ class Linear(nn.Module):
         features = math.prod(self.shape[: self.inputs])
         flat = x.reshape(-1, features)
         kernel = parameter(self, "kernel", nn.initializers.lecun_normal(), self.shape)
-        out = flat @ matrix(kernel, self.dtype).reshape(features, -1)
+        out = product(flat, kernel, self.dtype)
         if self.has_variable("params", "lora_a"):
             a, b = (self.get_variable("params", name).astype(self.dtype) for name in ("lora_a", "lora_b"))
             out += (flat @ a.reshape(features, -1)) @ b.reshape(b.shape[0], -1)
@@ -107,6 +108,12 @@ class Linear(nn.Module):
         if self.use_bias:
             out += parameter(self, "bias", nn.initializers.zeros, self.shape[self.inputs :]).astype(self.dtype)
         return out
+
+
+@partial(jax.checkpoint, static_argnums=2, prevent_cse=False)
+def product(x: Float[Array, "p d"], kernel: Any, dtype: Any) -> Float[Array, "p f"]:
+    """`x @ kernel`. The backward pass dequantizes and reshapes the kernel again: kept, they would cost more than they saved."""
+    return x @ matrix(kernel, dtype).reshape(x.shape[1], -1)
 
 
 def parameter(module: nn.Module, name: str, initial: Any, shape: tuple[int, ...]) -> Any:

@@ -1,6 +1,7 @@
 """Quantized kernels: qwix arrays that stand where a float array stood. Only `Linear` and the experts read them."""
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,8 @@ from jax import Array
 
 TILE = 64
 """Input features that share one scale, at most; the block size of QLoRA (arXiv 2305.14314)."""
+LEAST = 16
+"""Where no tile of so many divides the features, all of them share one."""
 
 QTYPES = {"nf4": "nf4", "int8": jnp.int8}
 
@@ -17,13 +20,24 @@ QTYPES = {"nf4": "nf4", "int8": jnp.int8}
 def quantize(kernel: Array, inputs: int, batch: int, qtype: str, dtype: Any) -> qwix.QArray:
     """`kernel` (stacked axes, input axes, output axes) as a quantized array `[*stacked, features in, features out]`.
 
-    `batch` and `inputs` are the numbers of stacked and of input axes. A tile of at most TILE input features of one output
-    feature shares a scale of `dtype`, which is also the type `matrix` returns.
+    `batch` and `inputs` are the numbers of stacked and of input axes. A tile of input features of one output feature shares a
+    scale of `dtype`, which is also the type `matrix` returns. Matrix by matrix: nf4 takes many times a matrix's memory.
     """
     stack, features = kernel.shape[:batch], math.prod(kernel.shape[batch : batch + inputs])
-    flat = jnp.asarray(kernel, jnp.float32).reshape(*stack, features, -1)
-    tiles = dict.fromkeys((*range(batch), batch + 1), 1) | {batch: math.gcd(features, TILE)}
-    return qwix.quantize(flat, QTYPES[qtype], tiled_axes=tiles, scale_dtype=dtype)
+    found = _quantized(kernel.reshape(math.prod(stack), features, -1), qtype, jnp.dtype(dtype))
+    return jax.tree.map(lambda x: x.reshape(*stack, *x.shape[1:]), found)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _quantized(matrices: Array, qtype: str, dtype: Any) -> qwix.QArray:
+    how = {"qtype": QTYPES[qtype], "tiled_axes": {0: tile_size(matrices.shape[1]), 1: 1}, "scale_dtype": dtype}
+    return jax.lax.map(lambda x: qwix.quantize(x.astype(jnp.float32), **how), matrices)
+
+
+def tile_size(features: int) -> int:
+    """The largest divisor up to TILE, or all features when that is below LEAST."""
+    largest = max(size for size in range(1, TILE + 1) if features % size == 0)
+    return largest if largest >= LEAST else features
 
 
 def matrix(kernel: Any, dtype: Any) -> Array:

@@ -50,6 +50,8 @@ def rope(head_dim: int, parameters: Mapping[str, Any]) -> Rope:
     if missing:
         raise ValueError(f"rope_type={kind!r} needs {', '.join(missing)} in rope_parameters")
     size = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+    if size < 2 or size % 2:
+        raise ValueError(f"head_dim={head_dim}: {size} of it are rotated, which must be an even number")
     base = float(parameters["rope_theta"])
     inverse = (1.0 / np.float32(base) ** (np.arange(0, size, 2, dtype=np.float32) / np.float32(size))).astype(np.float32)
     if kind == "default":

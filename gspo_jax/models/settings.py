@@ -10,10 +10,10 @@ from gspo_jax.models.rotary import Rope, rope
 
 HARMLESS = (
     "_*", "architectures", "auto_map", "dtype", "*_dropout", "*_token_id", "*_token_index", "id2label", "initializer_range",
-    "is_decoder", "is_encoder_decoder", "keys_to_ignore_at_inference", "label2id", "max_window_layers", "model_name",
-    "model_type", "model_max_length", "num_labels", "output_*", "pretraining_tp", "problem_type", "router_aux_loss_coef",
-    "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "transformers*", "unsloth*", "use_cache", "cache_implementation",
-    "return_dict",
+    "is_decoder", "is_encoder_decoder", "is_llama_config", "keys_to_ignore_at_inference", "label2id", "max_sequence_length",
+    "max_window_layers", "model_name", "model_type", "model_max_length", "num_labels", "output_*", "pretraining_tp",
+    "problem_type", "router_aux_loss_coef", "task_specific_params", "tie_encoder_decoder", "tokenizer_class", "torch_dtype",
+    "transformers*", "unsloth*", "use_cache", "cache_implementation", "return_dict",
     # Generation settings that older files repeat.
     "max_length", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "num_beams",
     "num_beam_groups", "num_return_sequences",
@@ -89,6 +89,9 @@ class Settings(BaseModel):
         parts = [self.rope_parameters, *(x for x in self.rope_parameters.values() if isinstance(x, dict))]
         if not self.partial_rotary and any(part.get("partial_rotary_factor", 1) != 1 for part in parts):
             raise ValueError(f"partial_rotary_factor in rope_parameters={self.rope_parameters} is not supported")
+        for name, size in (("num_hidden_layers", self.num_hidden_layers), ("head_dim", self.head_dim)):
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
         self._check_layers()
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
