@@ -48,17 +48,19 @@ def test_logits_through_the_cache_token_by_token(family: Family):
             at[row] += 1
 
 
-def test_sampler_reports_the_trainers_logprobs(family: Family):
+def test_sampler_reports_the_trainers_logprobs_and_the_same_bits_alone_or_in_company(family: Family):
     prompts = [family.ids[i, :n].tolist() for i, n in enumerate((1, 9, 16))]
 
     async def completions():
         await family.sampler.publish(0, family.params)
-        calls = (family.sampler.sample(p, SamplingParams(max_tokens=40, key=(i,))) for i, p in enumerate(prompts))
-        found = await asyncio.gather(*calls)
+        requests = [(prompt, SamplingParams(max_tokens=40, key=(i,))) for i, prompt in enumerate(prompts)]
+        together = await asyncio.gather(*(family.sampler.sample(*request) for request in requests))
+        alone = [await family.sampler.sample(*request) for request in reversed(requests)]
         await family.sampler.aclose()
-        return found
+        return together, alone[::-1]
 
-    completions = asyncio.run(completions())
+    completions, alone = asyncio.run(completions())
+    assert completions == alone
     assert [len(p) + len(c.ids) for p, c in zip(prompts, completions, strict=True)] == [40, 40, 40]
     batch = family.batch._replace(
         tokens=family.batch.tokens.copy(), positions=family.batch.positions.copy(), loss_mask=family.batch.loss_mask.copy(),
