@@ -187,9 +187,11 @@ def _trained(name: str, runs: Path) -> Path:
 
 def check_frozen(start: Start, run_dir: Path) -> None:
     """RunError unless the weights that are not trained are those that the run in `run_dir` began with."""
+    if start.frozen is None:
+        return
     recorded = next((line["frozen"] for line in runlog.read_lines(run_dir / "digests.jsonl") if "frozen" in line), None)
     found = start.frozen_digest()
-    if recorded is not None and found is not None and recorded != found:
+    if recorded is not None and recorded != found:
         raise RunError(
             f"{run_dir}: the weights beneath the adapter are not those it was trained on ({found} instead of {recorded}); "
             f"restore the model that model.base names ({start.base}), or the versions in config.json"

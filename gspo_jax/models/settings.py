@@ -24,7 +24,7 @@ HARMLESS = (
 class Settings(BaseModel):
     """The fields of a Hugging Face `config.json` that change what is computed."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
     ignored: ClassVar[tuple[str, ...]] = ()
     """Further harmless keys of an architecture."""
@@ -62,7 +62,11 @@ class Settings(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _older_spellings(cls, raw: dict[str, Any]) -> dict[str, Any]:
-        return cls.spell({k: v for k, v in _text_part(raw).items() if v is not None})
+        found = cls.spell({k: v for k, v in _text_part(raw).items() if v is not None})
+        for name in sorted(found.keys() - cls.model_fields.keys()):
+            if found[name] not in (False, [], {}) and not any(fnmatchcase(name, glob) for glob in (*HARMLESS, *cls.ignored)):
+                raise ValueError(f"{name}={found[name]!r} is not supported by this architecture")
+        return found
 
     @classmethod
     def spell(cls, raw: dict[str, Any]) -> dict[str, Any]:
@@ -78,10 +82,6 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _supported(self) -> "Settings":
-        known = (*HARMLESS, *self.ignored)
-        for name, value in (self.model_extra or {}).items():
-            if value not in (False, [], {}) and not any(fnmatchcase(name, glob) for glob in known):
-                raise ValueError(f"{name}={value!r} is not supported by this architecture")
         if self.hidden_act not in self.activations:
             raise ValueError(f"hidden_act={self.hidden_act!r} is not supported; supported: {', '.join(self.activations)}")
         if not self.is_causal:
