@@ -46,10 +46,14 @@ class Adapter:
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
+def kernel_rows(table: Sequence[Weight]) -> list[Weight]:
+    """The rows of the matrices that tokens are multiplied with, but for the router's: what can be quantized."""
+    return [row for row in table if row.path.endswith("/kernel") and "router" not in row.path.split("/")]
+
+
 def linear_rows(table: Sequence[Weight]) -> list[Weight]:
-    """The rows of a table that an adapter can be put on: kernels of linear maps, each a module of its own; not the router."""
-    kernels = [row for row in table if row.path.endswith("/kernel") and "router" not in row.path.split("/")]
-    return [row for row in kernels if row.name.endswith(".weight") and len(axes_of(sides(row)[0])) == 2]
+    """The rows that an adapter can be put on: kernels that are each a module of its own in the checkpoint."""
+    return [row for row in kernel_rows(table) if row.name.endswith(".weight") and len(axes_of(sides(row)[0])) == 2]
 
 
 def adapter_of(
@@ -169,8 +173,11 @@ def init_adapter(adapter: Adapter, sizes: Mapping[str, int], seed: int) -> dict[
     return found
 
 
-def attach(adapter: Adapter, params: Params, frozen: Params) -> dict[str, Any]:
-    """The model's parameters: `frozen` with the adapters `params` beside their kernels, B carrying the scale."""
+def attach(adapter: Adapter | None, params: Params, frozen: Params | None) -> Params:
+    """The model's parameters: `frozen` with the adapters `params` beside their kernels, B carrying the scale; without an
+    adapter `params` themselves."""
+    if adapter is None or frozen is None:
+        return params
 
     def scaled(path: Any, leaf: Array) -> Array:
         return leaf * adapter.scale if path[-1].key == "lora_b" else leaf

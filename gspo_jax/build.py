@@ -64,7 +64,7 @@ def build_trainer(config: Config, start: Start, placement: Placement) -> Trainer
     algorithm = config.algorithm
     objective = build_objective(algorithm, config.policy.max_tokens * config.rollout.max_turns)
     logprobs = logprobs_of(start.policy, temperature=config.policy.temperature)
-    attach = partial(adapters.attach, start.adapter) if start.adapter else None
+    attach = partial(adapters.attach, start.adapter)
     learn = learner(
         logprobs,
         objective.loss,
@@ -75,16 +75,16 @@ def build_trainer(config: Config, start: Start, placement: Placement) -> Trainer
     )
     score = jax.jit(lambda params, batch: score_batch(logprobs, params, batch))
     frozen = None if start.frozen is None else placement.state(start.frozen)
-    reference = frozen if start.fresh else None
-    if algorithm.kl_beta > 0 and reference is None:
-        copy = placement.state(jax.tree.map(jnp.copy, start.params))
-        reference = copy if attach is None or frozen is None else attach(copy, frozen)
+    reference = None
+    if algorithm.kl_beta > 0:
+        fresh = frozen is not None and start.fresh
+        reference = frozen if fresh else attach(placement.state(jax.tree.map(jnp.copy, start.params)), frozen)
     layout = Packing(row_length(config), config.training.rows_per_microbatch, packing_mode(config, start.policy))
 
     def batch(groups: Sequence[Group], params: Params) -> Prepared:
         penalties, metrics = None, {}
-        if reference is not None and algorithm.kl_beta > 0 and algorithm.kl_in == "reward":
-            whole = params if attach is None or frozen is None else attach(params, frozen)
+        if reference is not None and algorithm.kl_in == "reward":
+            whole = attach(params, frozen)
             penalties, mean = _penalties(config, groups, lambda b: (score(whole, b), score(reference, b)), placement, layout)
             metrics["policy/kl_reference"] = mean
         found = signal(algorithm, groups, config.policy.max_tokens, penalties)

@@ -35,7 +35,7 @@ def learner(
     *,
     max_grad_norm: float = 1.0,
     prepare: Prepare | None = None,
-    attach: Callable[[Params, Params], Params] | None = None,
+    attach: Callable[[Params, Params | None], Params] = lambda params, _: params,
 ) -> Learner:
     """A learner for any objective on token log-probabilities.
 
@@ -52,7 +52,7 @@ def learner(
 
     def update(state: TrainState, batch: Batch, frozen: Params | None = None) -> tuple[TrainState, Metrics]:
         def score(params: Params, part: Batch) -> Any:
-            return logprobs(params if attach is None or frozen is None else attach(params, frozen), part)
+            return logprobs(attach(params, frozen), part)
 
         batch = batch._replace(proximal_logprobs=_proximal(score, state.params, batch, whole=prepare is not None))
         sampled, prepared = batch, {}

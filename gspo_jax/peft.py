@@ -99,29 +99,36 @@ def base_model(folder: Path) -> tuple[str, Path]:
         raise WeightError(f"{folder / CONFIG}: base_model_name_or_path = {name!r}: {error}") from None
 
 
-def load_adapter(folder: Path, table: Sequence[Weight], sizes: Mapping[str, int]) -> tuple[Adapter, Params]:
-    """The adapter of a PEFT folder for the model of `table`, and its float32 parameters, bit for bit.
+def adapter_in(folder: Path, table: Sequence[Weight]) -> Adapter:
+    """The adapter of a PEFT folder for the model of `table`, without its weights.
 
-    Raises WeightError naming what does not fit: settings, target modules, missing, unused and misshapen tensors.
+    Raises WeightError naming what does not fit: settings, target modules.
     """
     config = read_config(folder)
-    if not (folder / WEIGHTS).is_file():
-        raise WeightError(f"{folder} holds no {WEIGHTS}; other formats are not read")
-    targets, names = config.get("target_modules") or (), Shards(folder, WEIGHTS).names
     try:
-        adapter = adapter_of(
+        return adapter_of(
             table,
-            targets,
+            config.get("target_modules") or (),
             config["r"],
             float(config["lora_alpha"]),
             rslora=bool(config.get("use_rslora")),
-            experts=any(".experts." in name for name in names),
+            experts=any(".experts." in name for name in _tensor_names(folder)),
         )
     except UnknownTarget as error:
         raise WeightError(f"{folder / CONFIG}: target_modules: {error}") from None
-    rows = _spelled(adapter_table(adapter), names)
-    sizes = adapter_sizes(adapter, sizes)
+
+
+def load_adapter(folder: Path, table: Sequence[Weight], sizes: Mapping[str, int]) -> tuple[Adapter, Params]:
+    """`adapter_in`, and its float32 parameters, bit for bit. WeightError lists missing, unused and misshapen tensors too."""
+    adapter = adapter_in(folder, table)
+    rows, sizes = _spelled(adapter_table(adapter), _tensor_names(folder)), adapter_sizes(adapter, sizes)
     return adapter, load_weights(folder, rows, sizes, np.float32, put=lambda _, x: jnp.asarray(x), file=WEIGHTS)
+
+
+def _tensor_names(folder: Path) -> Sequence[str]:
+    if not (folder / WEIGHTS).is_file():
+        raise WeightError(f"{folder} holds no {WEIGHTS}; other formats are not read")
+    return Shards(folder, WEIGHTS).names
 
 
 def _spelled(rows: Sequence[Weight], names: Sequence[str]) -> Sequence[Weight]:

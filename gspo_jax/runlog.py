@@ -194,8 +194,7 @@ def read_groups(file: Path) -> tuple[Group, ...]:
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: _deep(value) if key == "experts" else tuple(value) if isinstance(value, list) else value
-            for key, value in record.items()}  # fmt: skip
+    return {key: _deep(value) for key, value in record.items()}
 
 
 def _deep(value: Any) -> Any:

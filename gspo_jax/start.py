@@ -44,7 +44,7 @@ class Start:
 
     def whole(self, params: Params, frozen: Params | None) -> Params:
         """The parameters the model computes with."""
-        return params if self.adapter is None or frozen is None else adapters.attach(self.adapter, params, frozen)
+        return adapters.attach(self.adapter, params, frozen)
 
     def merged(self, params: Params) -> Params:
         """Full float32 parameters, an adapter added to the weights beneath it."""
@@ -75,10 +75,6 @@ class Start:
             f"gradient and moments take {_size(nbytes(self.frozen) + state)}, full fine-tuning "
             f"{_size(everything * 4 * (1 + MOMENTS))}"
         )
-
-    def frozen_digest(self) -> str | None:
-        """Fingerprint of the weights that are not trained."""
-        return None if self.frozen is None else params_digest(self.frozen)
 
 
 def _size(size: int) -> str:
@@ -132,7 +128,7 @@ def plan_adapter(config: Config, policy: Policy, source: Source) -> Adapter | No
         raise ConfigError("config", [f"training.lora.target_modules: {error}"]) from None
     if source.adapter is None:
         return asked
-    found = peft.load_adapter(source.adapter, policy.table, policy.config.sizes())[0]
+    found = peft.adapter_in(source.adapter, policy.table)
     has = {"r": found.rank, "alpha": found.alpha, "rslora": found.rslora, "target_modules": found.targets}
     wants = {"r": asked.rank, "alpha": asked.alpha, "rslora": asked.rslora, "target_modules": asked.targets}
     different = [name for name in wants if name in lora.model_fields_set and wants[name] != has[name]]
@@ -146,7 +142,7 @@ def plan_adapter(config: Config, policy: Policy, source: Source) -> Adapter | No
 
 def load_frozen(policy: Policy, qtype: str | None) -> Params:
     """Weights nobody trains, leaf by leaf in the compute type; with `qtype` (nf4, int8) the kernels quantized."""
-    kernels = {row.path: row for row in policy.table if row.path.endswith("/kernel") and "router" not in row.path.split("/")}
+    kernels = {row.path: row for row in adapters.kernel_rows(policy.table)}
 
     def keep(path: str, leaf: np.ndarray) -> Any:
         row = kernels.get(path)
@@ -185,14 +181,15 @@ def _trained(name: str, runs: Path) -> Path:
     return run_dir / "export"
 
 
-def check_frozen(start: Start, run_dir: Path) -> None:
-    """RunError unless the weights that are not trained are those that the run in `run_dir` began with."""
+def check_frozen(start: Start, run_dir: Path) -> str | None:
+    """Fingerprint of the weights that are not trained, if any. RunError unless the run in `run_dir` began with the same."""
     if start.frozen is None:
-        return
+        return None
     recorded = next((line["frozen"] for line in runlog.read_lines(run_dir / "digests.jsonl") if "frozen" in line), None)
-    found = start.frozen_digest()
+    found = params_digest(start.frozen)
     if recorded is not None and recorded != found:
         raise RunError(
             f"{run_dir}: the weights beneath the adapter are not those it was trained on ({found} instead of {recorded}); "
             f"restore the model that model.base names ({start.base}), or the versions in config.json"
         )
+    return found

@@ -66,9 +66,8 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(runlog.lock(run_dir))
         state, best = _first_state(trainer.learner, placement.state(start.params), run_dir, on_event, resume=resume)
-        check_frozen(start, run_dir)
+        frozen_digest = check_frozen(start, run_dir)
         on_event({"type": "model", "message": start.summary()})
-        frozen_digest = start.frozen_digest()
         start = replace(start, params={})  # the state has them, and its buffers are donated
         background = Background()
         stack.callback(background.close)

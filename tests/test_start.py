@@ -18,6 +18,7 @@ from gspo_jax.adapters import Adapter, adapter_of, init_adapter, merged
 from gspo_jax.build import build_trainer
 from gspo_jax.commands import load_run_or_model
 from gspo_jax.config import ConfigError, parse_config
+from gspo_jax.digest import params_digest
 from gspo_jax.learner import score_batch
 from gspo_jax.policy import load_policy, logprobs_of
 from gspo_jax.runlog import RunError
@@ -194,13 +195,13 @@ def test_the_reference_of_a_kl_is_the_policy_of_the_start(trained, folder: Path,
 def test_other_weights_beneath_an_adapter_are_noticed(folder: Path, tmp_path: Path):
     """The run's log has a fingerprint of them: resume, replay, evaluate and export compare it."""
     start = load_start(config_of(folder, "model.trainer_mode=qlora"))
-    runlog.append(tmp_path / "digests.jsonl", {"step": 0, "params": "", "batch": "", "frozen": start.frozen_digest()})
-    check_frozen(start, tmp_path)
+    runlog.append(tmp_path / "digests.jsonl", {"step": 0, "params": "", "batch": "", "frozen": params_digest(start.frozen)})
+    assert check_frozen(start, tmp_path) == params_digest(start.frozen)
     other = load_start(config_of(tiny_model_folder(tmp_path / "other", seed=1), "model.trainer_mode=qlora"))
     with pytest.raises(RunError, match="weights beneath the adapter are not those it was trained on"):
         check_frozen(other, tmp_path)
     other = load_start(config_of(folder, "model.trainer_mode=qlora", "training.lora.quantization=int8"))
-    assert other.frozen_digest() != start.frozen_digest()
+    assert params_digest(other.frozen) != params_digest(start.frozen)
 
 
 def test_settings_without_effect_are_told(folder: Path):

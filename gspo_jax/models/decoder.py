@@ -13,9 +13,7 @@ from jaxtyping import Float, Int
 from gspo_jax.models.layers import Cache, Context, Ints, Layer, Linear, RMSNorm, Spots, attend, context_of
 from gspo_jax.models.rotary import Rope, rotate
 from gspo_jax.models.settings import Settings
-
-LONGEST_UNIT = 8
-"""Most layers that repeat together as one step of the scan."""
+from gspo_jax.models.stages import Stage, stage_name, stages
 
 type Carry = tuple[Array, Cache | None]
 
@@ -28,34 +26,6 @@ class Output(NamedTuple):
     cache: Cache | None
     routing: Any = None
     """What the routers chose, by layer that has experts (`experts.Routing`); None without any."""
-
-
-class Stage(NamedTuple):
-    """Layers `first, first + 1, ...`: `unit` repeated."""
-
-    first: int
-    unit: tuple[str, ...]
-    repeats: int
-
-    def numbers(self, place: int) -> tuple[int, ...]:
-        """The layers at one place of the unit."""
-        return tuple(range(self.first + place, self.first + len(self.unit) * self.repeats, len(self.unit)))
-
-
-def stages(kinds: Sequence[str]) -> tuple[Stage, ...]:
-    """Any sequence of kinds as few scans: at each point the unit whose repetition covers most, the shorter one of equals."""
-    found, at = [], 0
-    while at < len(kinds):
-        best = Stage(at, (kinds[at],), 1)
-        for size in range(1, min(LONGEST_UNIT, (len(kinds) - at) // 2) + 1):
-            unit, repeats = tuple(kinds[at : at + size]), 1
-            while tuple(kinds[at + size * repeats : at + size * (repeats + 1)]) == unit:
-                repeats += 1
-            if repeats > 1 and size * repeats > len(best.unit) * best.repeats:
-                best = Stage(at, unit, repeats)
-        found.append(best)
-        at += len(best.unit) * best.repeats
-    return tuple(found)
 
 
 class Attention(nn.Module):
@@ -224,11 +194,6 @@ def _scanned(block: type[Block], config: Settings, dtype: Any, stage: Stage, nam
     )
     make: Any = over if single else partial(over, block)
     return make(config, dtype, stage.unit[0] if single else stage.unit, name=name)
-
-
-def stage_name(plan: Sequence[Stage], index: int) -> str:
-    """Name of a stage among the parameters."""
-    return "layers" if len(plan) == 1 else f"layers{index}"
 
 
 def _told(config: Settings, numbers: tuple[int, ...], experts: Array | None) -> Layer:

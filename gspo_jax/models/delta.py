@@ -187,14 +187,25 @@ def unit(x: Float[Array, "*b i"]) -> Float[Array, "*b i"]:
     return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), -1, keepdims=True) + 1e-6)
 
 
-class GatedDelta(nn.Module):
-    """The linear attention of Qwen3.5: projections, short convolution, gated delta rule, gated norm. Inside, float32."""
+class Sizes(NamedTuple):
+    """Heads of linear attention, and the features of each."""
 
-    model: int
     key_heads: int
     key_size: int
     value_heads: int
     value_size: int
+
+    @property
+    def channels(self) -> int:
+        """What the convolution runs over: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+
+class GatedDelta(nn.Module):
+    """The linear attention of Qwen3.5: projections, short convolution, gated delta rule, gated norm. Inside, float32."""
+
+    model: int
+    sizes: Sizes
     kernel: int
     """Tokens the convolution sees."""
     eps: float
@@ -206,7 +217,7 @@ class GatedDelta(nn.Module):
     ) -> tuple[Float[Array, "b t d"], Cache | None]:
         valid = present(context.spots, cache)
         memory, state = self.memory(x.shape[0], layer, cache)
-        mixed = self.project("in_proj_qkv", self.channels)(x)
+        mixed = self.project("in_proj_qkv", self.sizes.channels)(x)
         q, k, v = self.heads(mixed, memory, context.spots)
         gates = self.gates(x, valid, context.spots)
         if cache is not None and x.shape[1] == 1:
@@ -219,15 +230,10 @@ class GatedDelta(nn.Module):
                 conv=cache.conv.at[layer.slot].set(remembered(mixed, memory, valid)),
                 state=cache.state.at[layer.slot].set(state),
             )
-        z = self.project("in_proj_z", self.value_heads, self.value_size)(x)
+        z = self.project("in_proj_z", self.sizes.value_heads, self.sizes.value_size)(x)
         out = RMSNorm(self.eps, jnp.float32, name="norm")(out) * nn.silu(z.astype(jnp.float32))
-        shape = (self.value_heads, self.value_size, self.model)
+        shape = (self.sizes.value_heads, self.sizes.value_size, self.model)
         return Linear(shape, 2, False, self.dtype, name="out_proj")(out.astype(self.dtype)), cache
-
-    @property
-    def channels(self) -> int:
-        """What the convolution runs over: queries, keys and values of all heads."""
-        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
 
     def project(self, name: str, *axes: int) -> Linear:
         return Linear((self.model, *axes), 1, False, self.dtype, name=name)
@@ -236,23 +242,23 @@ class GatedDelta(nn.Module):
         """What was there before the row: the convolution's inputs and the state."""
         if cache is not None and cache.conv is not None and cache.state is not None:
             return cache.conv[layer.slot], cache.state[layer.slot]
-        state = (rows, self.value_heads, self.key_size, self.value_size)
-        return jnp.zeros((rows, self.kernel - 1, self.channels), self.dtype), jnp.zeros(state, jnp.float32)
+        state = (rows, self.sizes.value_heads, self.sizes.key_size, self.sizes.value_size)
+        return jnp.zeros((rows, self.kernel - 1, self.sizes.channels), self.dtype), jnp.zeros(state, jnp.float32)
 
     def heads(self, mixed: Array, memory: Array, spots: Spots) -> tuple[Array, Array, Array]:
         """Queries, keys and values after the convolution."""
-        weight = self.param("conv", nn.initializers.lecun_normal(), (self.channels, self.kernel), jnp.float32)
+        weight = self.param("conv", nn.initializers.lecun_normal(), (self.sizes.channels, self.kernel), jnp.float32)
         inputs = (each.astype(jnp.float32) for each in (mixed, memory, weight))
         mixed = short_convolution(*inputs, positions=spots.positions)
-        size = self.key_heads * self.key_size
+        size = self.sizes.key_heads * self.sizes.key_size
         q, k, v = jnp.split(nn.silu(mixed), (size, 2 * size), -1)
-        q, k = (unit(rearrange(each, "b t (n i) -> b t n i", i=self.key_size)) for each in (q, k))
-        return q * self.key_size**-0.5, k, rearrange(v, "b t (m j) -> b t m j", j=self.value_size)
+        q, k = (unit(rearrange(each, "b t (n i) -> b t n i", i=self.sizes.key_size)) for each in (q, k))
+        return q * self.sizes.key_size**-0.5, k, rearrange(v, "b t (m j) -> b t m j", j=self.sizes.value_size)
 
     def gates(self, x: Array, valid: Array, spots: Spots) -> Gates:
         """What the tokens do to the memory; padding does nothing."""
-        a, b = (self.project(f"in_proj_{name}", self.value_heads)(x).astype(jnp.float32) for name in "ab")
-        shape = (self.value_heads,)
+        a, b = (self.project(f"in_proj_{name}", self.sizes.value_heads)(x).astype(jnp.float32) for name in "ab")
+        shape = (self.sizes.value_heads,)
         log_rate = self.param("A_log", nn.initializers.zeros, shape, jnp.float32).astype(jnp.float32)
         bias = self.param("dt_bias", nn.initializers.ones, shape, jnp.float32).astype(jnp.float32)
         log_decay = -jnp.exp(log_rate) * nn.softplus(a + bias)

@@ -7,7 +7,7 @@ from jax import Array
 
 from gspo_jax.models import decoder
 from gspo_jax.models.decoder import Attention
-from gspo_jax.models.delta import GatedDelta
+from gspo_jax.models.delta import GatedDelta, Sizes
 from gspo_jax.models.layers import Cache, Context, Layer
 from gspo_jax.models.settings import Settings
 from gspo_jax.models.tables import Rows, attention_rows, decoder_table, mlp_rows, norm_rows
@@ -66,13 +66,13 @@ class Config(Settings):
         return "state" if kind == "linear" else "keys"
 
     @property
-    def channels(self) -> int:
-        """What the short convolution runs over: queries, keys and values of all heads of linear attention."""
-        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
-        return 2 * keys * self.linear_key_head_dim + values * self.linear_value_head_dim
+    def linear(self) -> Sizes:
+        """The heads of linear attention."""
+        keys = (self.linear_num_key_heads, self.linear_key_head_dim)
+        return Sizes(*keys, self.linear_num_value_heads, self.linear_value_head_dim)
 
     def sizes(self) -> dict[str, int]:
-        linear = {"m": self.linear_num_value_heads, "j": self.linear_value_head_dim, "u": self.channels}
+        linear = {"m": self.linear_num_value_heads, "j": self.linear_value_head_dim, "u": self.linear.channels}
         return super().sizes() | linear | {"w": self.linear_conv_kernel_dim, "c": 2}
 
 
@@ -85,8 +85,7 @@ class Block(decoder.Block):
         c = self.config
         if self.kind == "full":
             return Attention(c, self.dtype, gated=True, name="attention")(x, context, layer, cache)
-        heads = (c.linear_num_key_heads, c.linear_key_head_dim, c.linear_num_value_heads, c.linear_value_head_dim)
-        delta = GatedDelta(c.hidden_size, *heads, c.linear_conv_kernel_dim, c.rms_norm_eps, self.dtype, name="delta")
+        delta = GatedDelta(c.hidden_size, c.linear, c.linear_conv_kernel_dim, c.rms_norm_eps, self.dtype, name="delta")
         return delta(x, context, layer, cache)
 
 
@@ -101,7 +100,8 @@ def init_cache(config: Config, rows: int, length: int, dtype: Any) -> Cache:
     c, layers = config, sum(config.remembers(kind) == "state" for kind in config.kinds)
     state = (layers, rows, c.linear_num_value_heads, c.linear_key_head_dim, c.linear_value_head_dim)
     return decoder.init_cache(config, rows, length, dtype)._replace(
-        conv=jnp.zeros((layers, rows, c.linear_conv_kernel_dim - 1, c.channels), dtype), state=jnp.zeros(state, jnp.float32)
+        conv=jnp.zeros((layers, rows, c.linear_conv_kernel_dim - 1, c.linear.channels), dtype),
+        state=jnp.zeros(state, jnp.float32),
     )
 
 

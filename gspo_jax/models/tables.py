@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from types import ModuleType
 
-from gspo_jax.models.decoder import stage_name, stages
 from gspo_jax.models.settings import Settings
+from gspo_jax.models.stages import stage_name, stages
 from serving_bridge.convert import Weight
 
 type Rows = list[tuple[str, str, str] | tuple[str, str, str, tuple[str, int]]]
