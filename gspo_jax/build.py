@@ -51,8 +51,13 @@ class Trainer(NamedTuple):
 def check_capabilities(config: Config) -> None:
     """ConfigError for what a valid config may ask and this version cannot do."""
     problems = []
-    if config.serving.engine == "vllm":
-        problems.append('serving.engine: "vllm" is not available yet; set engine = "jax"')
+    if config.serving.engine == "vllm" and config.algorithm.routing_replay == "sampler":
+        problems.append('algorithm.routing_replay: "sampler" needs the embedded sampler; set serving.engine = "jax"')
+    if config.serving.engine == "vllm" and config.serving.urls and config.model.trainer_mode == "qlora":
+        problems.append(
+            'model.trainer_mode: "qlora" trains on quantized weights, which the servers in serving.urls do not have; leave '
+            'serving.urls out, so that the run starts servers with these weights, or use "lora"'
+        )
     if problems:
         raise ConfigError("config", problems)
 

@@ -1,16 +1,64 @@
-"""The groups of a step: one round of rollouts, and with dynamic sampling (DAPO) bounded rounds more for the flat ones."""
+"""The groups of a step: one round of rollouts, and with dynamic sampling (DAPO) bounded rounds more for the flat ones.
 
-from collections import Counter
+And those of step after step, in the background up to `rollout.max_staleness` steps ahead of the learner.
+"""
+
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from gspo_jax.config_report import groups as group_count
+from gspo_jax.config_report import total_steps
 from gspo_jax.rollouts import Rollouts, training_problems
 from gspo_jax.sections import Config
 from gspo_jax.signal import choose, flat_value, is_flat, tokens_of
+from rollout.stream import Stream
 from rollout.types import Group, Trajectory
 
 type Collected = tuple[tuple[Group, ...], dict[str, float | None], str | None]
 """As many groups as a step has, what to report about them, and a message when too few of them are mixed."""
+
+
+class Collector:
+    """What steps `first`, `first + 1`, ... learn from: `collect` of each, begun up to `rollout.max_staleness` steps early.
+
+    Version s of the policy is to be published before `next` is called for step s: then no token of step s is older than version
+    `s - max_staleness`, however long anything takes. At 0 a step's rollouts begin when it is asked for. Weights may be
+    published at any time; what is in flight goes on under them. `on_rollout` hears of a rollout when it ends, or, of a step
+    played ahead, when that step is asked for. What was played ahead and not asked for is lost with the object. One event loop.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        rollouts: Rollouts,
+        first: int,
+        on_rollout: Callable[[Trajectory], None],
+        on_round: Callable[[Sequence[Group]], None],
+    ) -> None:
+        self._config, self._rollouts, self._on_rollout, self._on_round = config, rollouts, on_rollout, on_round
+        self._asked, self._early = first - 1, defaultdict[int, list[Trajectory]](list)
+        self._stream = Stream(self._produce, first, total_steps(config), config.rollout.max_staleness)
+
+    async def next(self) -> Collected:
+        """The groups of the next step, waiting for them. Raises what playing them raised; later steps are then cancelled."""
+        self._asked = self._stream.step
+        for trajectory in self._early.pop(self._asked, ()):
+            self._on_rollout(trajectory)
+        return await self._stream.next()
+
+    async def aclose(self) -> None:
+        """Cancel what is being played, and wait for its end."""
+        await self._stream.aclose()
+
+    async def _produce(self, step: int) -> Collected:
+        return await collect(self._config, self._rollouts, step, partial(self._ended, step), self._on_round)
+
+    def _ended(self, step: int, trajectory: Trajectory) -> None:
+        if step > self._asked:
+            self._early[step].append(trajectory)
+        else:
+            self._on_rollout(trajectory)
 
 
 async def collect(

@@ -23,9 +23,13 @@ from rollout.client import TaskAppError
 from rollout.task_file import TaskFileError
 from serving_bridge.chat import ChatError
 from serving_bridge.convert import WeightError
+from serving_bridge.fleet import FleetError
+from serving_bridge.vllm_client import ServerError
+from serving_bridge.vllm_server import ServerDied
 
 WRONG_INPUT = (ConfigError, RunError, ModelNotFoundError, WeightError, ChatError, TaskFileError)
-FAILED = (TrainingError, SignalError, CheckpointError, TaskAppError, EvaluationError, OSError)
+SERVERS = (FleetError, ServerDied, ServerError)
+FAILED = (TrainingError, SignalError, CheckpointError, TaskAppError, EvaluationError, *SERVERS, OSError)
 
 
 def run_command(work: Callable[[], None]) -> int:
@@ -81,6 +85,20 @@ def load_run_or_model(name: str, *, compute_dtype: str | None = None) -> tuple[P
     if peft.is_adapter(Path(name).expanduser()):
         return peft_policy(Path(name).expanduser(), compute_dtype=compute_dtype or "float32")
     return load_policy(name, compute_dtype=compute_dtype or "float32")
+
+
+def load_start_or_model(name: str, *, compute_dtype: str) -> tuple[Start, Params]:
+    """What `load_run_or_model` takes, an adapter kept apart from the weights beneath it: `(start, what is trained)`."""
+    path = Path(name).expanduser()
+    if is_run(name):
+        return load_run(path, compute_dtype=compute_dtype)
+    if not peft.is_adapter(path):
+        policy, params = load_policy(name, compute_dtype=compute_dtype)
+        return Start(policy, {}), params
+    base, folder = peft.base_model(path)
+    policy, frozen = load_policy(folder, compute_dtype=compute_dtype)
+    adapter, trained = peft.load_adapter(path, policy.table, policy.config.sizes())
+    return Start(policy, {}, frozen, adapter, base, fresh=False), trained
 
 
 def load_run(run_dir: Path, *, compute_dtype: str | None = None, best: bool = True) -> tuple[Start, Params]:

@@ -185,10 +185,21 @@ def hints(config: Config) -> Iterator[str]:
             f"for {minibatch} groups write {minibatch * group}"
         )
     yield from _idle_adapter(config)
+    yield from _uncorrected(config)
     layout = config.compute.topology
     used = layout.gpus_for_vllm + layout.gpus_for_training + layout.gpus_for_ref
     if used and config.compute.gpu_count and used != config.compute.gpu_count:
         yield f"compute.gpu_count: {config.compute.gpu_count}, but compute.topology distributes {used} GPUs"
+
+
+def _uncorrected(config: Config) -> Iterator[str]:
+    """Asynchronous methods weigh tokens of older weights by how likely they are now (arXiv 2505.24298, 2509.19128)."""
+    correction, steps = config.algorithm.correction, config.rollout.max_staleness
+    if steps and correction.weight == "off" and not (correction.geometric or correction.k3_max or correction.off_policy_max):
+        yield (
+            f"rollout.max_staleness: {steps}, and algorithm.correction is off: tokens of older weights are learned from as if "
+            'they were the current policy\'s; set algorithm.correction.weight = "token_truncate"'
+        )
 
 
 def _idle_adapter(config: Config) -> Iterator[str]:

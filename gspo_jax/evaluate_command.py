@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gspo_jax.background import Background
-from gspo_jax.commands import load_run_or_model, run_command
+from gspo_jax.commands import load_start_or_model, run_command
 from gspo_jax.config import ConfigError, load_config
 from gspo_jax.evaluate import evaluate, evaluation_problems
 from gspo_jax.rollouts import open_rollouts
@@ -22,10 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         config, _ = load_config(args.config, args.set)
-        policy, params = load_run_or_model(args.model, compute_dtype=config.model.compute_dtype)
+        start, params = load_start_or_model(args.model, compute_dtype=config.model.compute_dtype)
         background = Background()
         try:
-            world = open_rollouts(config, policy)
+            world = open_rollouts(config, start)
             rollouts = background.enter(world)
             problems = evaluation_problems(config, rollouts)
             if not problems:

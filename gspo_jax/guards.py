@@ -16,6 +16,8 @@ WIDE = 0.01
 """A clip range above this on a sequence ratio, which stays within about 1e-3 of 1, was meant for token ratios."""
 FIRST_MISMATCH = 0.05
 """Nats per token; a sound trainer and sampler of the same weights differ by 1e-6 (float32) to 1e-2 (bfloat16)."""
+ALARM_MISMATCH, MOST_MISMATCH = 0.05, 0.2
+"""Nats per token at later steps: worth a look, and not the same policy."""
 TRUNCATED = 0.1
 LATER = re.compile(r"policy/clip_fraction_(?!1$)\d+$")
 """Clip fractions of the minibatches after the first."""
@@ -76,6 +78,8 @@ def _guards(config: Config) -> dict[str, tuple[Callable[[Config, History], str |
         "first_mismatch": (_first_mismatch, guards.first_mismatch),
         "clip_fraction": (_clip_fraction, guards.clip_fraction),
         "mismatch": (_mismatch, guards.mismatch),
+        "mismatch_alarm": (_mismatch_alarm, guards.mismatch_alarm),
+        "mismatch_stop": (_mismatch_stop, guards.mismatch_stop),
         "truncation": (_truncation, guards.truncation),
     }
 
@@ -121,6 +125,26 @@ def _first_mismatch(config: Config, history: History) -> str | None:
         f"sampler and trainer differ by {gap:.3g} nats per token before any update, more than {FIRST_MISMATCH}: they do not "
         "compute the same policy. Compare policy.temperature, the chat template, dropout and dtypes on both sides; "
         'guards.first_mismatch = "warn" goes on'
+    )
+
+
+def _mismatch_alarm(config: Config, history: History) -> str | None:
+    return _engines_differ(history, ALARM_MISMATCH, "mismatch_alarm", "off", "is silent")
+
+
+def _mismatch_stop(config: Config, history: History) -> str | None:
+    return _engines_differ(history, MOST_MISMATCH, "mismatch_stop", "warn", "goes on")
+
+
+def _engines_differ(history: History, bound: float, guard: str, other: str, then: str) -> str | None:
+    """On tokens of the weights that the step started from, so staleness is not in it. The first step has a guard of its own."""
+    gap = history[-1].get("mismatch/mean")
+    if history[-1]["step"] == 0 or gap is None or gap <= bound:
+        return None
+    return (
+        f"sampler and trainer differ by {gap:.3g} nats per token with the same weights, more than {bound}: the sampler has old "
+        "weights or an old cache, or computes another model. Look at weights.published and server.* in events.jsonl, compare "
+        f'serving.dtype and model.compute_dtype; guards.{guard} = "{other}" {then}'
     )
 
 

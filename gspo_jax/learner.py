@@ -10,7 +10,7 @@ import optax
 from jax import Array
 from jaxtyping import Float
 
-from gspo_jax.aggregation import lengths, pool_mean
+from gspo_jax.aggregation import lengths, pool_max, pool_mean, spread
 from gspo_jax.balance import SUMS, balance
 from gspo_jax.losses import Loss
 from gspo_jax.policy import LogProbs
@@ -197,13 +197,15 @@ def _metrics(stats: Stats, extra: dict[str, Float[Array, " m"]]) -> Metrics:
 
 
 def _gap(batch: Batch, step: Array) -> Metrics:
-    """Trainer against sampler at the weights the step started from: *mismatch* on tokens of those weights (two engines),
-    *staleness* on tokens of older ones. Sizes of gaps, since a signed mean would cancel; NaN where there are no such tokens.
+    """Trainer against sampler at the weights the step started from: *mismatch* on trajectories of those weights alone (two
+    engines), *staleness* on those with a token of older ones, whose later tokens were drawn with keys and values of older
+    weights in the cache. Sizes of gaps, since a signed mean would cancel; NaN where there are no such tokens.
     """
     trained = jnp.asarray(batch.loss_mask)
     age = jnp.where(trained, step - jnp.asarray(batch.versions), 0)
     rho = trained_difference(jnp.asarray(batch.proximal_logprobs), batch.behavior_logprobs, batch)
-    fresh, stale = trained & (age <= 0), trained & (age > 0)
+    oldest = jax.vmap(jax.vmap(_oldest))(age.astype(rho.dtype), batch)
+    fresh, stale = trained & (oldest <= 0), trained & (oldest > 0)
     gap, tokens = jnp.where(fresh, jnp.abs(rho), 0), jnp.sum(fresh)
     ordered = jnp.sort(jnp.where(fresh, gap, jnp.inf), axis=None)
     p99 = ordered[jnp.maximum(jnp.ceil(0.99 * tokens).astype(jnp.int32) - 1, 0)]
@@ -218,6 +220,11 @@ def _gap(batch: Batch, step: Array) -> Metrics:
         "staleness/max": jnp.max(age).astype(jnp.float32),
         "staleness/logprob_abs": jnp.sum(jnp.where(stale, jnp.abs(rho), 0)) / jnp.sum(stale),
     }
+
+
+def _oldest(age: Float[Array, "r t"], batch: Batch) -> Float[Array, "r t"]:
+    """The age of each trajectory's oldest trained token, at all of its tokens."""
+    return spread(pool_max(age, batch), batch)
 
 
 def _sequence_gap(rho: Float[Array, "r t"], batch: Batch) -> Mean:

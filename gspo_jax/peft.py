@@ -54,6 +54,16 @@ def save_adapter(
     another shape; nothing is made up.
     """
     tensors = dict(export_weights(params, adapter_table(adapter), adapter_sizes(adapter, sizes)))
+    with new_folder(out, overwrite=overwrite) as folder:
+        typed = {name: x.astype(DTYPES[dtype], copy=False) for name, x in tensors.items()}
+        save_file(typed, folder / WEIGHTS, {"format": "pt"})
+        (folder / CONFIG).write_text(config_text(adapter, base))
+        copy_tokenizer(tokenizer, folder)
+    return out
+
+
+def config_text(adapter: Adapter, base: str) -> str:
+    """The adapter_config.json of an adapter on the model `base`."""
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
         "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": 0.0, "use_rslora": adapter.rslora,
@@ -61,12 +71,7 @@ def save_adapter(
         "bias": "none", "fan_in_fan_out": False, "modules_to_save": None,
         "init_lora_weights": True,
     }  # fmt: skip
-    with new_folder(out, overwrite=overwrite) as folder:
-        typed = {name: x.astype(DTYPES[dtype], copy=False) for name, x in tensors.items()}
-        save_file(typed, folder / WEIGHTS, {"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        copy_tokenizer(tokenizer, folder)
-    return out
+    return json.dumps(config, indent=2) + "\n"
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -5,20 +5,23 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 from fastapi import FastAPI
 
 from gspo_jax.config import ConfigError, require_task
+from gspo_jax.engines import Engine, open_engine
 from gspo_jax.policy import Policy
-from gspo_jax.sampler import Sampler
 from gspo_jax.sections import Config
+from gspo_jax.start import Start
 from gspo_jax.types import Params
 from rollout.apps.arithmetic import TASKS
 from rollout.client import TaskApp, connect_task_app, preflight
 from rollout.runner import RolloutSettings, run_groups
 from rollout.server import serve
+from rollout.stream import Slots
 from rollout.task import Env, Task
 from rollout.task_app import build_app
 from rollout.task_file import load_task_file
@@ -37,17 +40,19 @@ type OnDone = Callable[[int, Trajectory], None]
 class Rollouts:
     """Everything that turns problems into groups of trajectories."""
 
-    sampler: Sampler
+    engine: Engine
     gateway: Gateway
     app: TaskApp
     sizes: Mapping[str, int]
     """Problems per split, as the task app states them."""
     settings: RolloutSettings
     on_event: Callable[[dict[str, Any]], None]
+    slots: Slots
+    """Episodes in flight, of all calls of `collect` together; those of an evaluation first, then those of the oldest step."""
 
-    async def publish(self, version: int, params: Params) -> None:
-        """From now on the policy is `params`, called `version`."""
-        await self.sampler.publish(version, params)
+    async def publish(self, version: int, params: Params) -> dict[str, float]:
+        """From now on the policy is `params`, what is trained, called `version`. Returns what the engine measured."""
+        return await self.engine.publish(version, params)
 
     async def collect(
         self,
@@ -72,35 +77,38 @@ class Rollouts:
             first=first,
             on_event=self.on_event,
             on_done=on_done,
+            slots=self.slots.at(-1 if branch == EVALUATION else step),
         )
 
 
 @asynccontextmanager
 async def open_rollouts(
-    config: Config, policy: Policy, *, task: AnyTask | None = None, on_event: Callable[[dict[str, Any]], None] = lambda _: None
+    config: Config,
+    start: Start,
+    *,
+    task: AnyTask | None = None,
+    run_dir: Path | None = None,
+    on_event: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> AsyncIterator[Rollouts]:
-    """Engine, gateway, and the task app: `task` if given, else what `[services]` names. All ports are closed at the end."""
-    context = _context_length(config, policy)
-    chat = load_chat(policy.folder)
-    sampler = Sampler(
-        policy,
-        slots=config.serving.slots,
-        context_length=context,
-        seed=config.run.seed,
-        decode=chat.decode,
-        record_experts=config.algorithm.routing_replay == "sampler",
-    )
+    """Engine, gateway, and the task app: `task` if given, else what `[services]` names. All ports are closed at the end.
+
+    `run_dir` is where servers log; a temporary folder unless given.
+    """
+    context = _context_length(config, start.policy)
+    chat = load_chat(start.policy.folder)
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(sampler.aclose)
+        logs = run_dir or Path(stack.enter_context(TemporaryDirectory()))
+        engine = await stack.enter_async_context(open_engine(config, start, chat, context, logs, on_event))
         gateway = Gateway(
-            sampler.sample, chat, model=config.model.label, context_length=context, timeout_s=config.rollout.timeout_s
+            engine.sample, chat, model=config.model.label, context_length=context, timeout_s=config.rollout.timeout_s
         )
         server = await stack.enter_async_context(await serve(build_gateway_app(gateway), config.serving.host))
         gateway.base_url = server.url
         url = await _task_url(config, task, stack)
         app = await stack.enter_async_context(_connected(config, url))
         taskset = await preflight(app, config.rollout.env_name)
-        yield Rollouts(sampler, gateway, app, _sizes(taskset), rollout_settings(config), on_event)
+        slots = Slots(config.rollout.max_concurrent_rollouts)
+        yield Rollouts(engine, gateway, app, _sizes(taskset), rollout_settings(config), on_event, slots)
 
 
 @asynccontextmanager

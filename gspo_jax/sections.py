@@ -22,6 +22,7 @@ _listed = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) 
 Texts = Annotated[tuple[str, ...], _listed]
 Seeds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], _listed]
 Ops = Annotated[tuple[str | dict[str, Any], ...], _listed]
+Urls = Annotated[tuple[Annotated[str, Field(pattern=r"^https?://[^\s/]+")], ...], _listed]
 Headers = Annotated[Mapping[str, str], AfterValidator(MappingProxyType)]
 Band = Annotated[tuple[Annotated[float, Field(gt=0)], ...], _listed]
 Targets = Annotated[
@@ -170,6 +171,8 @@ class Guards(Section):
     flat_groups: Severity = key("error", "every group of 20 steps in a row was flat (a first such step is a warning)")
     first_mismatch: Severity = key("error", "sampler and trainer differ by more than 0.05 nats per token at the first step")
     clip_fraction: Severity = key("warn", "20 steps in a row clipped nothing, or more than half")
+    mismatch_alarm: Severity = key("warn", "sampler and trainer differ by more than 0.05 nats per token at a later step")
+    mismatch_stop: Severity = key("error", "sampler and trainer differ by more than 0.2 nats per token at a later step")
     mismatch: Severity = key("warn", "a trajectory's mean sampler-trainer gap is wider than half the clip range")
     truncation: Severity = key("warn", "more than a tenth of the trajectories were cut")
 
@@ -189,10 +192,10 @@ class Topology(Section):
     """How many GPUs do what."""
 
     type: str = idle("single_node_split", "name of the layout")
-    gpus_for_vllm: int = idle(0, "GPUs for sampling", ge=0)
-    gpus_for_training: int = idle(0, "GPUs for updates", ge=0)
+    gpus_for_vllm: int = key(0, "GPUs for sampling with vLLM, over all its servers", ge=0)
+    gpus_for_training: int = key(0, "GPUs for updates: those of vLLM come after them", ge=0)
     gpus_for_ref: int = idle(0, "GPUs for the reference model", ge=0)
-    tensor_parallel: int = idle(1, "tensor parallelism of the sampler", ge=1)
+    tensor_parallel: int = key(1, "GPUs over which one vLLM server splits the model", ge=1)
     reference_placement: Literal["none", "shared", "dedicated"] = idle("none", "where the reference model lives")
 
 
@@ -202,7 +205,7 @@ class Compute(Section):
     gpu_type: str | None = idle(None, "GPU model")
     gpu_count: int | None = idle(None, "number of GPUs", ge=1)
     nodes: int | None = idle(None, "number of machines", ge=1)
-    topology: Topology = idle(Topology, "how many GPUs do what")
+    topology: Topology = key(Topology, "how many GPUs do what")
 
 
 class Model(Section):
@@ -242,7 +245,9 @@ class Rollout(Section):
     ops: Ops = key((), 'operations sent to the task app; empty: "agent", "env" alternating')
     timeout_s: float = key(600.0, "deadline of one episode in seconds", gt=0)
     max_attempts: int = key(3, "tries of an episode whose transport fails", ge=1)
-    max_staleness: Literal[0] = fixed(0, "training steps the sampling weights may lag behind")
+    max_staleness: int = key(
+        0, "training steps that a sampled token's weights may lag behind; 0: sampling and training alternate", ge=0
+    )
     max_void: float = key(0.5, "stop the run when a larger fraction of a batch failed", ge=0, le=1)
     task_app_origin_rewards_only: bool = idle(True, "rewards come from the task app alone")
     rubric_rewards_only: bool = idle(False, "rewards come from the rubric alone")
@@ -255,7 +260,7 @@ class WeightSync(Section):
     targets: Texts = idle(("policy",), "receivers")
     mode: str = idle("direct", "what is sent")
     direct: bool = idle(True, "send without a file in between")
-    verify_every_k: int = idle(0, "verify every k-th transfer", ge=0)
+    verify_every_k: int = key(0, "compare a checksum of all bytes at every k-th transfer to vLLM; 0: never", ge=0)
     weight_sync_interval: int = idle(1, "training steps between transfers", ge=1)
 
 
@@ -298,7 +303,7 @@ class Training(Section):
     row_length: int = key(0, "tokens per row; 0: serving.context_length", ge=0)
     rows_per_microbatch: int = key(1, "rows of one forward-backward pass, over all devices", ge=1)
     weight_sync_interval: Literal[1] = fixed(1, "training steps between weight transfers")
-    weight_sync: WeightSync = idle(WeightSync, "how new weights reach the sampler")
+    weight_sync: WeightSync = key(WeightSync, "how new weights reach the sampler")
     lora: Lora = key(Lora, "low-rank adapters")
     rewards: Rewards = idle(Rewards, "rewards of single decisions")
     rollouts: Table = idle({}, "old name of [rollout]; not read")
@@ -345,10 +350,30 @@ class Optimizer(Section):
     schedule: Literal["constant", "linear", "cosine"] = key("constant", "learning rate after the warm-up")
 
 
+class Launch(Section):
+    """vLLM servers that the run starts, watches and stops."""
+
+    python: Name = key(".venv-vllm/bin/python", "interpreter that has vLLM")
+    servers: int = key(1, "servers to start, each on its share of compute.topology.gpus_for_vllm", ge=1, le=64)
+    extra_args: Texts = key((), "more arguments of vllm.entrypoints.openai.api_server")
+    start_timeout_s: float = key(600.0, "seconds until a server must answer", gt=0)
+    max_restarts: int = key(3, "times in ten minutes that a server which died is started again", ge=0)
+
+
 class Serving(Section):
     """The sampler and its gateway."""
 
-    engine: Literal["auto", "jax", "vllm"] = key("auto", "who samples")
+    engine: Literal["auto", "jax", "vllm"] = key("auto", "who samples: the embedded JAX sampler (auto), or vLLM servers")
+    launch: Launch = key(Launch, "vLLM servers that the run starts")
+    urls: Urls = key((), "vLLM servers that run already; empty: the run starts its own")
+    token_env: EnvironmentVariable = key("GSPO_VLLM_TOKEN", "environment variable with the token of the servers in urls")
+    transport: Literal["auto", "shm", "tcp", "nccl"] = key(
+        "auto", "how weights reach vLLM; auto: shm for servers that the run starts, tcp for others"
+    )
+    dtype: Literal["auto", "bfloat16", "float32"] = key("auto", "type that vLLM computes in; auto: model.compute_dtype")
+    delta: bool = key(False, "send only the weights whose bits changed (tcp)")
+    address: Name = key("127.0.0.1", "address at which vLLM servers reach this process (tcp)")
+    sync_timeout_s: float = key(600.0, "deadline of one weight transfer to a server", gt=0)
     slots: int = key(64, "sequences decoded together", ge=1)
     context_length: int = key(1024, "most tokens of prompt and completion together", ge=2)
     host: Name = key("127.0.0.1", "address the gateway listens on")

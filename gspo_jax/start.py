@@ -12,14 +12,15 @@ from gspo_jax import adapters, peft, runlog
 from gspo_jax.adapters import Adapter, UnknownTarget
 from gspo_jax.config import ConfigError, model_id
 from gspo_jax.digest import params_digest
-from gspo_jax.models.quantize import nbytes, quantize
+from gspo_jax.models.quantize import matrix, nbytes, quantize
 from gspo_jax.policy import Policy, compute_leaf, describe_policy, load_params, save_policy
 from gspo_jax.pretrained import looks_like_id, resolve_model
 from gspo_jax.runlog import RunError
 from gspo_jax.sections import Config
 from gspo_jax.types import Params
 from serving_bridge.convert import folder_tensors
-from serving_bridge.weights import tensor_names
+from serving_bridge.trees import get, put
+from serving_bridge.weights import leaf_shape, tensor_names
 
 PREFIX = re.compile(r"(?:ft|fft|qft|rl):(?P<base>[^:]+):(?P<run>[A-Za-z0-9][A-Za-z0-9._-]*)")
 """A trained model by the id it was given: kind, base model, run."""
@@ -51,6 +52,14 @@ class Start:
         if self.adapter is None or self.frozen is None:
             return params
         return adapters.merged(self.adapter, params, self.frozen, self.policy.config.sizes())
+
+    def dequantized(self) -> Params:
+        """The weights beneath an adapter as float32 parameters: what the model computes with, quantized or not."""
+        found: dict[str, Any] = {}
+        for row in self.policy.table:
+            leaf = matrix(get(self.frozen or {}, row.path), jnp.float32)
+            put(found, row.path, leaf.reshape(leaf_shape(row, self.policy.config.sizes())))
+        return found
 
     def save(self, params: Params, out: Path, *, dtype: Any = None, merge: bool = False) -> None:
         """A folder for other tools at `out`: Hugging Face, or PEFT for an adapter unless `merge`; whole or not at all.

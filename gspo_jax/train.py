@@ -14,7 +14,7 @@ from orbax.checkpoint import CheckpointManager
 from gspo_jax import checkpoint, runlog
 from gspo_jax.background import Background
 from gspo_jax.build import Trainer, build_trainer, check_capabilities
-from gspo_jax.collecting import collect
+from gspo_jax.collecting import Collector
 from gspo_jax.config import mesh_devices
 from gspo_jax.config_report import total_steps
 from gspo_jax.digest import params_digest
@@ -51,6 +51,10 @@ def train(
 
     `task` is served on a loopback port in place of `[services]`. Works inside a running event loop: rollouts have a thread
     of their own. Raises ConfigError, RunError, TrainingError, SignalError, CheckpointError, WeightError, TaskAppError.
+
+    With `rollout.max_staleness` = k > 0 the rollouts of the next k steps are played while the weights are updated, and new
+    weights reach those in flight. Timing then decides what is sampled, so two runs differ; what was consumed is logged and
+    replays to the same bits. What a killed run had played ahead is played anew when it is resumed.
     """
     check_capabilities(config)
     run_dir = runlog.open_run(config, run_dir or Path(config.run.dir) / config.run.name, resume=resume)
@@ -71,7 +75,7 @@ def train(
         start = replace(start, params={})  # the state has them, and its buffers are donated
         background = Background()
         stack.callback(background.close)
-        world = open_rollouts(config, start.policy, task=task, on_event=on_event)
+        world = open_rollouts(config, start, task=task, run_dir=run_dir, on_event=on_event)
         rollouts = background.enter(world)
         stack.callback(background.leave, world)
         manager = stack.enter_context(checkpoint.open_checkpoints(run_dir, config.run.keep_last))
@@ -133,16 +137,22 @@ class _Loop:
         self.publish(state)
         if first == 0:
             self.evaluate(0)
-        for step in range(first, total):
-            state, done = self.step(state, step)
-            yield done
+        collector = Collector(self.config, self.rollouts, first, self.watcher.rollout, self.refuse_void)
+        try:
+            for step in range(first, total):
+                state, done = self.step(state, step, collector)
+                yield done
+        finally:
+            self.background.run(collector.aclose())
         if first < total or not (self.run_dir / "export").exists():
             self.start.save(state.params, self.run_dir / "export")
         runlog.event(self.run_dir, "run.finished", step=total)
 
-    def step(self, state: TrainState, step: int) -> tuple[TrainState, Step]:
+    def step(self, state: TrainState, step: int, collector: Collector) -> tuple[TrainState, Step]:
+        """Wait for the groups of the step, learn, publish, evaluate. `time/rollout` is the time waited for them: with
+        `rollout.max_staleness` > 0 what is left of their playing time after the updates that ran beside it."""
         clock = _Clock()
-        groups, collected = self.collect(step)
+        groups, collected = self.collect(step, collector)
         clock.lap("time/rollout")
         if self.config.run.log_rollouts:
             runlog.write_groups(runlog.rollout_file(self.run_dir, step), groups)
@@ -157,10 +167,10 @@ class _Loop:
         )
         clock.lap("time/update")
         self.refuse_nonfinite(state)
-        self.publish(state)
+        synced = self.publish(state)
         clock.lap("time/sync")
         evaluation = self.evaluate(step + 1) if self.due(step + 1, self.config.evaluation.every_n_iters) else None
-        metrics |= {"eval/reward_mean": evaluation.reward_mean if evaluation else None, **clock.laps}
+        metrics |= {"eval/reward_mean": evaluation.reward_mean if evaluation else None, **synced, **clock.laps}
         metrics["time/step"] = sum(clock.laps.values())
         metrics["tokens/per_second"] = (metrics["tokens/sampled"] or 0.0) / metrics["time/step"]
         runlog.append(self.run_dir / "digests.jsonl", digest)
@@ -169,11 +179,9 @@ class _Loop:
         self.save(state, evaluation)
         return state, Step(step, metrics, groups, evaluation)
 
-    def collect(self, step: int) -> tuple[tuple[Group, ...], dict[str, float | None]]:
+    def collect(self, step: int, collector: Collector) -> tuple[tuple[Group, ...], dict[str, float | None]]:
         self.watcher.phase("rollout")
-        groups, metrics, message = self.background.run(
-            collect(self.config, self.rollouts, step, self.watcher.rollout, self.refuse_void)
-        )
+        groups, metrics, message = self.background.run(collector.next())
         if message:
             self.tell({"type": "groups.short", "step": step, "message": message})
             if self.config.algorithm.refill_short == "stop":
@@ -201,13 +209,15 @@ class _Loop:
         runlog.event(self.run_dir, **event)
         self.watcher.event(event)
 
-    def publish(self, state: TrainState) -> None:
+    def publish(self, state: TrainState) -> dict[str, float]:
         self.watcher.phase("sync")
-        params = self.start.whole(self.placement.gathered(state.params), self.start.frozen)
-        self.background.run(self.rollouts.publish(int(state.step), params))
+        return self.background.run(self.rollouts.publish(int(state.step), state.params))
 
     def evaluate(self, step: int) -> Evaluation | None:
-        """Held-out reward after `step` steps, logged; None when the config names no held-out problems."""
+        """Held-out reward after `step` steps, logged; None when the config names no held-out problems.
+
+        Of one version of the policy: the next one is published after it. Training rollouts may be in flight beside it.
+        """
         if not self.held_out:
             return None
         self.watcher.phase("evaluation")

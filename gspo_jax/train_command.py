@@ -18,7 +18,7 @@ from gspo_jax.plots import write_plots
 from gspo_jax.policy import describe_policy
 from gspo_jax.rollouts import open_rollouts
 from gspo_jax.sections import Config
-from gspo_jax.start import locate, plan_adapter
+from gspo_jax.start import Start, locate, plan_adapter
 from gspo_jax.train import train
 
 
@@ -87,11 +87,11 @@ def _dry_run(config: Config, run_dir: Path | None) -> None:
     source = locate(config)
     policy = describe_policy(source.model, compute_dtype=config.model.compute_dtype, remat=config.model.remat)
     packing_mode(config, policy)
-    plan_adapter(config, policy, source)
+    start = Start(policy, {}, adapter=plan_adapter(config, policy, source), base=source.name)
     check_routing(config, policy)
     background = Background()
     try:
-        world = open_rollouts(config, policy)
+        world = open_rollouts(config, start)
         sizes = background.enter(world).sizes
         background.leave(world)
     finally:

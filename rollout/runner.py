@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -65,16 +66,18 @@ async def run_groups(
     first: int = 0,
     on_event: OnEvent | None = None,
     on_done: OnDone | None = None,
+    slots: AbstractAsyncContextManager[Any] | None = None,
 ) -> tuple[Group, ...]:
     """One group per problem, in order of `problems`, members in order; never in completion order.
 
     Member j of group i samples under the key `(*sampling.key, step, first + i, j)`. A rollout that fails for good is a void
     trajectory with a reason; it never raises. `on_event` hears of retries, voids and ignored reply fields;
-    `on_done(i, trajectory)` of each end, in completion order. Cancelling cancels every rollout and closes its trace.
+    `on_done(i, trajectory)` of each end, in completion order. `slots`, entered around each attempt, bounds what runs at once
+    where several calls share that bound. Cancelling cancels every rollout and closes its trace.
     """
     if group_size < 1:
         raise ValueError(f"group_size={group_size} must be >= 1")
-    slots = asyncio.Semaphore(settings.max_concurrent)
+    slots = slots or asyncio.Semaphore(settings.max_concurrent)
     emit = on_event or (lambda event: None)
 
     async def member(i: int, j: int) -> Trajectory:
@@ -104,7 +107,7 @@ async def _retried(
     recorder: Recorder,
     problem: Problem,
     settings: RolloutSettings,
-    slots: asyncio.Semaphore,
+    slots: AbstractAsyncContextManager[Any],
     emit: OnEvent,
     where: Mapping[str, Any],
 ) -> Trajectory:

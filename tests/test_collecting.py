@@ -1,12 +1,12 @@
 """Dynamic sampling: bounded rounds, no problem and no key twice, and one message when there is nothing to learn from."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from gspo_jax.batch import Packing, pack
-from gspo_jax.collecting import collect
+from gspo_jax.collecting import Collector, collect
 from gspo_jax.config import parse_config
 from gspo_jax.rollouts import Rollouts, training_problems
 from gspo_jax.sections import Config
@@ -219,3 +219,90 @@ def test_every_trajectory_of_every_round_is_told():
     assert rollouts.asked == [4, 2]
     assert len(told) == 6 * MEMBERS
     assert [t.reward for t in told[:4]] == [1.0] * 4
+
+
+# Steps ahead of the learner
+
+
+class SlowRollouts(FakeRollouts):
+    """FakeRollouts whose every call takes a while; `running` are the steps in flight."""
+
+    def __init__(self, answer: Callable[[Problem, int], tuple[float | None, ...]]) -> None:
+        super().__init__(answer)
+        self.__dict__["running"] = []
+
+    async def collect(self, problems, group_size, *, step, branch=0, first=0, on_done=None):
+        self.running.append(step)
+        try:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            return await super().collect(problems, group_size, step=step, branch=branch, first=first, on_done=on_done)
+        finally:
+            self.running.remove(step)
+
+
+async def quiet() -> None:
+    """Until nothing happens any more."""
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_steps_are_played_ahead_with_all_their_rounds_and_are_what_they_are_alone(ahead):
+    """Refill goes on in the background; a step's groups, problems and keys do not depend on how far ahead it was played."""
+    config = config_of(*REFILL, f"rollout.max_staleness={ahead}")
+
+    def answer(problem: Problem, _: int) -> tuple[float, ...]:
+        return MIXED if problem.seed % 3 else FLAT
+
+    async def main() -> None:
+        rollouts = SlowRollouts(answer)
+        collector = Collector(config, rollouts, 2, lambda _: None, lambda _: None)
+        for step in range(2, 9):
+            assert await collector.next() == await collect(config, FakeRollouts(answer), step, lambda _: None, lambda _: None)
+            await quiet()
+            assert {call[0] for call in rollouts.calls} == set(range(2, min(step + ahead, 8) + 1))
+        assert rollouts.running == []
+
+    asyncio.run(main())
+
+
+def test_rollouts_are_told_when_they_end_or_when_their_step_is_the_current_one():
+    """A display that counts to the size of a step was told of later steps' rollouts."""
+    told: list[int] = []
+
+    async def main() -> None:
+        config = config_of("rollout.max_staleness=2")
+        collector = Collector(config, SlowRollouts(script(MIXED)), 0, lambda t: told.append(t.member), lambda _: None)
+        for step in range(4):
+            await collector.next()
+            assert len(told) == (step + 1) * COUNT * MEMBERS
+            await quiet()
+            assert len(told) == (step + 1) * COUNT * MEMBERS
+        await collector.aclose()
+
+    asyncio.run(main())
+
+
+def test_an_outage_ahead_is_raised_at_its_step_and_closing_ends_what_is_played():
+    def refuse(groups: Sequence[Group]) -> None:
+        if any(t.reward is None for g in groups for t in g.trajectories):
+            raise RuntimeError("more than rollout.max_void failed")
+
+    async def main() -> None:
+        config = config_of("rollout.max_staleness=2")
+        rollouts = SlowRollouts(lambda problem, _: MIXED if problem.seed < 2 * COUNT else (None, None))
+        collector = Collector(config, rollouts, 0, lambda _: None, refuse)
+        await collector.next()
+        await quiet()
+        assert (await collector.next())[2] is None
+        with pytest.raises(RuntimeError, match="max_void"):
+            await collector.next()
+        assert rollouts.running == []
+        other = Collector(config, rollouts, 0, lambda _: None, refuse)
+        await other.next()
+        await asyncio.sleep(0)
+        await other.aclose()
+        assert (rollouts.running, asyncio.all_tasks()) == ([], {asyncio.current_task()})
+
+    asyncio.run(main())

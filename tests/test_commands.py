@@ -17,7 +17,7 @@ from helpers_train import Commands, Finished, child, config_file, events
 from gspo_jax import checkpoint, evaluate_command, export, score
 from gspo_jax.models.layers import Spots
 from gspo_jax.policy import load_policy
-from gspo_jax.score import score_tokens
+from gspo_jax.scoring import score_tokens
 
 pytest_plugins = ("helpers_train",)
 

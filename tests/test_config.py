@@ -342,6 +342,8 @@ def test_values_are_not_coerced():
         ("policy.temperature = true", "policy.temperature"),
         ("evaluation.seeds = [true]", "evaluation.seeds"),
         ("evaluation.seeds = 3", "evaluation.seeds"),
+        ("rollout.max_staleness = -1", "rollout.max_staleness"),
+        ("rollout.max_staleness = true", "rollout.max_staleness"),
         ("run.name = 2024-01-01", "run.name"),
     ):
         assert [line.partition(":")[0] for line in problems(text)] == [name]
@@ -352,6 +354,10 @@ def test_probable_slips_are_hinted_at():
     (hint,) = parse("training = {batch_size = 4, group_size = 8}\nrollout.episodes_per_batch = 32")[1]
     assert hint.endswith("counts trajectories per minibatch, not groups; for 4 groups write 32")
     assert "distributes 3 GPUs" in parse("compute.gpu_count = 2\ncompute.topology.gpus_for_training = 3")[1][0]
+    (hint,) = parse("rollout.max_staleness = 2")[1]
+    assert hint.startswith("rollout.max_staleness: 2, and algorithm.correction is off")
+    assert parse('rollout.max_staleness = 2\nalgorithm.correction.weight = "token_truncate"')[1] == []
+    assert parse("rollout.max_staleness = 0")[1] == []
 
 
 def test_unreadable_files_are_named(tmp_path):
@@ -565,18 +571,21 @@ READ_DIRECTLY = {
     " reward_weights credit kl_beta kl_estimator kl_form kl_in entropy_bonus flat_groups refill_rounds refill_short correctness"
     " overlong overlong_buffer routing_replay",
     "algorithm.correction": "weight low high geometric k3_max off_policy_max normalize rejected",
-    "guards": "dead_ratio flat_groups first_mismatch clip_fraction mismatch truncation",
+    "guards": "dead_ratio flat_groups first_mismatch clip_fraction mismatch mismatch_alarm mismatch_stop truncation",
     "services": "api_key_env headers timeout_s",
     "model": "trainer_mode label compute_dtype remat",
     "policy": "max_tokens temperature stop_sequences",
     "rollout": "env_name policy_name max_turns max_concurrent_rollouts env_config policy_config ops timeout_s max_attempts"
-    " max_void",
+    " max_staleness max_void",
     "training": "learning_rate log_interval packing rows_per_microbatch",
     "training.lora": "r alpha rslora target_modules quantization",
     "evaluation": "every_n_iters samples split",
     "data": "split seed_start",
     "optimizer": "beta1 beta2 eps weight_decay max_grad_norm warmup_steps schedule",
-    "serving": "engine slots context_length host",
+    "serving": "engine slots context_length host urls token_env transport dtype delta address sync_timeout_s",
+    "serving.launch": "python servers extra_args start_timeout_s max_restarts",
+    "compute.topology": "gpus_for_vllm gpus_for_training tensor_parallel",
+    "training.weight_sync": "verify_every_k",
     "run": "name seed dir checkpoint_every keep_last log_rollouts",
 }
 """Table -> its keys that code outside the config modules reads as `table.key`, of a table in a table by its last name."""

@@ -16,7 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from gspo_jax.models import ARCHITECTURES
 from gspo_jax.models.stages import stages
 from gspo_jax.policy import Policy, logprobs_of
-from gspo_jax.score import whole_rows
+from gspo_jax.scoring import whole_rows
 from serving_bridge import trees
 from serving_bridge.weights import leaf_shape
 

@@ -12,7 +12,7 @@ from helpers_train import config_of
 
 from gspo_jax import runlog
 from gspo_jax.commands import load_run, load_run_or_model
-from gspo_jax.score import score_tokens
+from gspo_jax.scoring import score_tokens
 from gspo_jax.train import train
 from gspo_jax.watcher import Watcher
 from rollout.task_app import Task

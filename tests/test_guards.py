@@ -41,6 +41,8 @@ BAD = {
     "flat_groups": {"group/flat_fraction": 1.0},
     "first_mismatch": {"mismatch/mean": 0.86},
     "clip_fraction": {f"policy/clip_fraction_{i}": 0.0 for i in (2, 3, 4)},
+    "mismatch_alarm": {"mismatch/mean": 0.06},
+    "mismatch_stop": {"mismatch/mean": 0.3},
     "mismatch": {"mismatch/sequence_mean": 1e-3},
     "truncation": {"rollout/truncated_fraction": 0.5},
 }
@@ -76,6 +78,8 @@ def test_every_guard_names_its_cause_and_existing_keys():
         "flat_groups": "every group of the last 20 steps was flat",
         "first_mismatch": "0.86 nats per token before any update",
         "clip_fraction": "nothing was clipped in 20 steps",
+        "mismatch_alarm": "0.06 nats per token with the same weights, more than 0.05",
+        "mismatch_stop": "0.3 nats per token with the same weights, more than 0.2",
         "mismatch": "differs by 0.001 between sampler and trainer",
         "truncation": "50% of the trajectories were cut",
     }
@@ -139,11 +143,21 @@ def test_flat_groups_warn_at_first_and_stop_after_twenty():
 
 def test_alg_15_first_mismatch_is_looked_at_before_any_update_only():
     """Dropout left on in the trainer: 0.86 nats per token from the sampler with the weights untouched."""
-    config = config_of("guards.mismatch=off")
+    config = config_of("guards.mismatch=off", "guards.mismatch_alarm=off", "guards.mismatch_stop=off")
     for gap, bad in ((0.86, True), (math.nextafter(FIRST_MISMATCH, 1), True), (FIRST_MISMATCH, False), (None, False)):
         assert fired(config, {"mismatch/mean": gap}) == [(0, "error", "first_mismatch")] * bad
     assert fired(config, {}, *[BAD["first_mismatch"]] * 3) == []
     assert FIRST_MISMATCH == 0.05
+
+
+@pytest.mark.parametrize(("guard", "bound"), [("mismatch_alarm", 0.05), ("mismatch_stop", 0.2)])
+def test_wsy_01_a_gap_that_opens_later_is_noticed(guard, bound):
+    """Trainer and sampler drifted apart step after step, with nobody looking after the first."""
+    severity = {"mismatch_alarm": "warn", "mismatch_stop": "error"}[guard]
+    for gap, bad in ((math.nextafter(bound, 1), True), (bound, False), (None, False)):
+        found = [each for each in fired(config_of(), {}, {"mismatch/mean": gap}) if each[2] == guard]
+        assert found == [(1, severity, guard)] * bad
+    assert guard not in {each[2] for each in fired(config_of("guards.first_mismatch=off"), {"mismatch/mean": 1.0})}
 
 
 def clips(*shares: float) -> dict[str, float]:
@@ -271,9 +285,10 @@ def test_a_resumed_run_finds_what_an_unbroken_one_finds(tmp_path):
         *[BAD["flat_groups"] | BAD["dead_ratio"]] * (PATIENCE + 2),
         *[bad, {}],
         *[BAD["clip_fraction"]] * (PATIENCE + 3),
+        *[BAD["mismatch_alarm"], BAD["mismatch_stop"], {}, BAD["mismatch_stop"]],
         *[{}, bad, bad],
     ]
-    config = config_of("guards.first_mismatch=warn", "guards.dead_ratio=warn")
+    config = config_of("guards.first_mismatch=warn", "guards.dead_ratio=warn", "guards.mismatch_stop=warn")
     whole = observed(config, steps)
     assert {f.guard for _, f in whole} == BAD.keys()
     file = tmp_path / "metrics.jsonl"

@@ -1,0 +1,88 @@
+"""Parameters on their way out: Hugging Face tensors, computed leaf by leaf on the device and brought to the host."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jax import Array
+
+from gspo_jax.types import Params
+from serving_bridge import trees
+from serving_bridge.stage import DTYPES, Tensor
+from serving_bridge.weights import Weight, leads, leaf_shape, letters, siblings, sides, stacked, tensor_names, tensor_shape
+
+CHUNK_BYTES = 2**30
+"""Most bytes of a leaf that are computed at a time, in the outgoing dtype."""
+
+
+class Outgoing:
+    """The tensors of a weight table in `dtype` (BF16 | F32), by their Hugging Face names.
+
+    Bit for bit what `serving_bridge.convert.export_weights` yields and a cast to nearest even makes of it, several times
+    faster. `tensors` are in the order in which a server loads them best: layer by layer.
+    """
+
+    def __init__(self, table: Sequence[Weight], sizes: Mapping[str, int], dtype: str):
+        self._rows = [(row, siblings(row, table)) for row in table if leads(row)]
+        self._sizes, self._dtype = sizes, dtype
+        self.tensors = tuple(_layer_major(table, sizes, dtype))
+        self._turn = jax.jit(partial(_turn, sizes=tuple(sizes.items()), dtype=DTYPES[dtype]), static_argnums=0)
+
+    def arrays(self, params: Params) -> Iterator[tuple[str, np.ndarray]]:
+        """`(name, host array)` of every tensor. The arrays are views of larger ones: copy what is to last."""
+        for row, parts in self._rows:
+            leaves = [trees.get(params, part.path) for part in parts]
+            names = dict(tensor_names(row, self._sizes))
+            if not stacked(row):
+                yield names[()], np.asarray(self._turn(tuple(parts), leaves))
+                continue
+            count = leaf_shape(row, self._sizes)[0]
+            size = math.prod(leaf_shape(row, self._sizes)) * len(parts) * DTYPES[self._dtype].itemsize
+            step = max(1, count * CHUNK_BYTES // size)
+            for start in range(0, count, step):
+                found = np.asarray(self._turn(tuple(parts), [leaf[start : start + step] for leaf in leaves]))
+                for index, name in names.items():
+                    if start <= index[0] < start + step:
+                        yield name, found[(index[0] - start, *index[1:])]
+
+    def on_device(self, params: Params) -> Iterator[tuple[str, Array]]:
+        """`(name, device array)` in the order of `tensors`, computed one by one as they are asked for."""
+        where = {name: (parts, index) for row, parts in self._rows for index, name in tensor_names(row, self._sizes)}
+        for tensor in self.tensors:
+            parts, index = where[tensor.name]
+            leaves = [trees.get(params, part.path)[tuple(slice(i, i + 1) for i in index)] for part in parts]
+            found = self._turn(tuple(parts), leaves)
+            yield tensor.name, found.reshape(tensor.shape)
+
+
+def pack(arrays: Sequence[Array]) -> Array:
+    """The bytes of arrays, one after the other, uint8 `[nbytes]` on their device."""
+    return jnp.concatenate([jax.lax.bitcast_convert_type(array, jnp.uint8).reshape(-1) for array in arrays])
+
+
+def _turn(rows: tuple[Weight, ...], leaves: Sequence[Array], *, sizes: tuple[tuple[str, int], ...], dtype: Any) -> Array:
+    """The Hugging Face tensors of leaves that share them, stacked as the leaves are."""
+    row, known = rows[0], dict(sizes)
+    axes = stacked(row)
+    outside, (hf, flax) = " ".join(f"stack{i}" for i in range(len(axes))), sides(row)
+    typed = [leaf.astype(dtype) for leaf in leaves]
+    if row.part is None:
+        return rearrange(typed[0], f"{outside} {flax} -> {outside} {hf}", **letters(row, known))
+    return rearrange(jnp.stack(typed), f"{row.part[0]} {outside} {flax} -> {outside} {hf}", **letters(row, known))
+
+
+def _layer_major(table: Sequence[Weight], sizes: Mapping[str, int], dtype: str) -> Iterator[Tensor]:
+    """What is in no layer first, then layer by layer."""
+    found = []
+    for row in filter(leads, table):
+        axes, layers = stacked(row), row.layers
+        for index, name in tensor_names(row, sizes):
+            place = index[axes.index("l")] if "l" in axes else -1
+            layer = layers[place] if layers is not None and place >= 0 else place
+            found.append((layer, Tensor(name, dtype, tensor_shape(row, sizes))))
+    return (tensor for _, tensor in sorted(found, key=lambda each: each[0]))
