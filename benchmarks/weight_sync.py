@@ -42,7 +42,7 @@ from serving_bridge.vllm_launch import Launch
 from serving_bridge.vllm_server import VllmServer
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-RUNNING, TOKENS = 64, 400
+RUNNING, TOKENS = 64, 160
 """Requests in flight during the pushes, and their length."""
 STEP = 1e-5
 """Change of a weight in one Adam step at the learning rate of the quickstart."""

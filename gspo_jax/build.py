@@ -19,6 +19,7 @@ from gspo_jax.learner import Learner, learner, score_batch
 from gspo_jax.objective import build_objective
 from gspo_jax.policy import Policy, logprobs_of
 from gspo_jax.sections import Config
+from gspo_jax.serving_checks import serving_problems
 from gspo_jax.sharding import Placement
 from gspo_jax.signal import Penalties, Signal, numbered, signal
 from gspo_jax.start import Start
@@ -50,15 +51,7 @@ class Trainer(NamedTuple):
 
 def check_capabilities(config: Config) -> None:
     """ConfigError for what a valid config may ask and this version cannot do."""
-    problems = []
-    if config.serving.engine == "vllm" and config.algorithm.routing_replay == "sampler":
-        problems.append('algorithm.routing_replay: "sampler" needs the embedded sampler; set serving.engine = "jax"')
-    if config.serving.engine == "vllm" and config.serving.urls and config.model.trainer_mode == "qlora":
-        problems.append(
-            'model.trainer_mode: "qlora" trains on quantized weights, which the servers in serving.urls do not have; leave '
-            'serving.urls out, so that the run starts servers with these weights, or use "lora"'
-        )
-    if problems:
+    if problems := list(serving_problems(config)):
         raise ConfigError("config", problems)
 
 

@@ -42,6 +42,9 @@ _NOT_NUMBERS = (
     "services.api_key_env",
     "services.headers",
     "services.timeout_s",
+    *(f"serving.{name}" for name in ["urls", "token_env", "transport", "delta", "address", "sync_timeout_s", "launch"]),
+    "compute.topology",
+    "training.weight_sync",
     "model.label",
     "rollout.max_concurrent_rollouts",
     "rollout.timeout_s",
@@ -166,7 +169,8 @@ def _field(name: str) -> FieldInfo:
 
 def outbound_hosts(config: Config) -> list[str]:
     """Every address outside this machine's own processes that a run with this config talks to, credentials masked."""
-    return [masked(config.services.task_url)] if config.services.task_url else []
+    servers = config.serving.urls if config.serving.engine == "vllm" else ()
+    return [masked(url) for url in (config.services.task_url, *servers) if url]
 
 
 # Reference

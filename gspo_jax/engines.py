@@ -124,7 +124,8 @@ class Served:
         finally:
             self._on_device.live = None
         found = _measured(staged, staging, time.monotonic() - started, done)
-        self._on_event({"type": "weights.published", "version": version, "failed": dict(done.failed), **found})
+        kind = "weights.published" if done.timings else "weights.pending"  # no server is there; one that comes back gets them
+        self._on_event({"type": kind, "version": version, "failed": dict(done.failed), **found})
         return found
 
 
@@ -156,14 +157,25 @@ async def open_engine(
     outgoing, stage = _outgoing(config, start)
     on_device = OnDevice(outgoing)
     try:
-        fleet = _fleet(config, start, context_length, run_dir, stage, on_event, partial(_transport, config, start, on_device))
         try:
-            await fleet.open()
+            make_transport = partial(_transport, config, start, on_device)
+            fleet = _fleet(config, start, context_length, run_dir, stage, on_event, make_transport)
+        except ValueError as error:
+            raise error if isinstance(error, ConfigError) else ConfigError("config", [f"serving: {error}"]) from None
+        try:
+            await _opened(fleet)
             yield Served(fleet, stage, outgoing, on_device, _probe(start, chat, context_length), on_event)
         finally:
             await fleet.aclose()
     finally:
         stage.close()
+
+
+async def _opened(fleet: Fleet) -> None:
+    try:
+        await fleet.open()
+    except ValueError as error:  # a program, a folder, an argument that cannot be
+        raise ConfigError("config", [f"serving.launch: {error}"]) from None
 
 
 def serving_dtype(config: Config) -> str:
@@ -251,11 +263,11 @@ def _launched(
 
 def _base_folder(config: Config, start: Start, run_dir: Path) -> Path:
     """The folder a server starts from. Beneath an adapter on quantized weights it has what the trainer computes with."""
-    if start.adapter is None or start.frozen is None or config.model.trainer_mode != "qlora":
+    if not start.quantized:
         return start.policy.folder
     folder = run_dir / "vllm" / "base"
     if not folder.exists():
-        save_policy(start.policy, start.dequantized(), folder)
+        save_policy(start.policy, start.dequantized(), folder, dtype=config.model.compute_dtype)
     return folder
 
 

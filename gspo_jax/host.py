@@ -4,7 +4,15 @@ import ctypes
 import sys
 from contextlib import suppress
 
+import jax
+
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+
+
+def use_first_gpus(count: int) -> None:
+    """JAX in this process sees the first `count` NVIDIA GPUs only; 0: all. Before JAX is first used: it takes what it sees."""
+    if count:
+        jax.config.update("jax_cuda_visible_devices", ",".join(map(str, range(count))))
 
 
 def keep_freed_memory() -> None:

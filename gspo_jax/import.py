@@ -22,6 +22,7 @@ from gspo_jax.scoring import score_tokens
 from gspo_jax.types import Params
 from serving_bridge.chat import load_chat
 from serving_bridge.convert import load_weights
+from serving_bridge.shards import SINGLE
 from serving_bridge.stage import PREFIX, SHARED_MEMORY
 from serving_bridge.vllm_client import VllmClient
 
@@ -40,6 +41,8 @@ class Found(NamedTuple):
     dtype: str
     logprobs: list[float]
     """Of the probe, computed there."""
+    adapters: bool = False
+    """Whether versions are those of an adapter, the model beneath it being that of its folder."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("url", help="of the server, http://host:port")
     parser.add_argument("out", type=Path, nargs="?", help="folder to write; must not exist yet; without it, only compare")
-    parser.add_argument("--model", help="the served name, of a model or an adapter; default: the server's first")
+    parser.add_argument("--model", help="a name that it serves; default: its adapter if it has one, else its model")
     parser.add_argument("--token-env", default="GSPO_VLLM_TOKEN", help="environment variable with the server's token")
     args = parser.parse_args(argv)
 
@@ -64,16 +67,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _import(url: str, name: str | None, token: str, out: Path | None) -> dict[str, Any]:
     base = asyncio.run(_models(url, token))
-    served = [each for each in base if name in (None, each["id"])]
+    served = sorted((each for each in base if name in (None, each["id"])), key=lambda each: not each.get("parent"))
     if not served:
         raise RunError(f"{url} serves no {name!r}; it has {', '.join(each['id'] for each in base)}")
     entry = served[0]
     roots = {each["id"]: each["root"] for each in base}
     root, adapter = (roots.get(entry["parent"], ""), entry["root"]) if entry.get("parent") else (entry["root"], None)
     policy, params = load_policy(resolve_model(root))
-    ids = tuple(int(token) for token in load_chat(policy.folder).tokenizer.encode(PROBE))
-    found = asyncio.run(_asked(url, token, entry["id"], root, adapter, ids))
+    ids = tuple(int(token) for token in load_chat(policy.folder).tokenizer.encode(PROBE))[
+        : (entry.get("max_model_len") or 64) - 1
+    ]
+    adapters = any(each.get("parent") for each in base)
+    found = asyncio.run(_asked(url, token, entry["id"], root, adapter, ids))._replace(adapters=adapters)
     params, source, trained = _weights(policy, params, found)
+    now = asyncio.run(_version(url, token))
+    if now != found.version:
+        raise RunError(f"the server went on from {found.version!r} to {now!r} while its weights were read; try again")
     expected = score_tokens(policy, params, np.asarray([ids], np.int32))[0]
     gaps = np.abs(np.asarray(found.logprobs) - expected)
     _require_close(found, source, gaps)
@@ -84,6 +93,11 @@ def _import(url: str, name: str | None, token: str, out: Path | None) -> dict[st
         "dtype": found.dtype, "tensors": len(policy.table), "probe_gap_mean": float(gaps.mean()),
         "probe_gap_max": float(gaps.max()), "out": None if out is None else str(out),
     }  # fmt: skip
+
+
+async def _version(url: str, token: str) -> str:
+    async with VllmClient(url, "", token=token) as client:
+        return str((await client.get("/weight_info")).get("weight_version"))
 
 
 async def _models(url: str, token: str) -> list[dict[str, Any]]:
@@ -111,19 +125,16 @@ def _weights(policy: Policy, params: Params, found: Found) -> tuple[Params, Path
             raise RunError(f"{folder}, from which the server loaded {found.model!r}, is not a PEFT folder on this host")
         adapter, trained = peft.load_adapter(folder, policy.table, sizes)
         return attach(adapter, trained, params), folder, (adapter, trained)
-    stage = _staged(found.version)
-    if stage is None:
+    publisher, _, number = found.version.rpartition(".")
+    if found.adapters or not publisher.startswith(PREFIX):
         return params, policy.folder, None
-    served = load_weights(stage, policy.table, sizes, put=lambda _, leaf: jnp.asarray(leaf))
-    return served, stage, None
-
-
-def _staged(version: str) -> Path | None:
-    publisher, _, number = version.rpartition(".")
-    if not publisher.startswith(PREFIX) or Path(publisher).name != publisher or not number.isdecimal():
-        return None
-    folder = SHARED_MEMORY / publisher / str(int(number) % 2)
-    return folder if folder.is_dir() else None
+    folder = SHARED_MEMORY / Path(publisher).name / (str(int(number) % 2) if number.isdecimal() else "")
+    if not (folder / SINGLE).is_file():
+        raise RunError(
+            f"the server has weights that a trainer published as {found.version!r}, and they are not staged on this host (any "
+            "more): its model folder has those of before. Export the run instead: python -m gspo_jax.export RUN OUT"
+        )
+    return load_weights(folder, policy.table, sizes, put=lambda _, leaf: jnp.asarray(leaf)), folder, None
 
 
 def _require_close(found: Found, source: Path, gaps: np.ndarray) -> None:

@@ -198,8 +198,8 @@ def _metrics(stats: Stats, extra: dict[str, Float[Array, " m"]]) -> Metrics:
 
 def _gap(batch: Batch, step: Array) -> Metrics:
     """Trainer against sampler at the weights the step started from: *mismatch* on trajectories of those weights alone (two
-    engines), *staleness* on those with a token of older ones, whose later tokens were drawn with keys and values of older
-    weights in the cache. Sizes of gaps, since a signed mean would cancel; NaN where there are no such tokens.
+    engines), *staleness* on those with a token of older ones, whose later tokens the embedded sampler draws with keys and
+    values of older weights in its cache. Sizes of gaps, since a signed mean would cancel; NaN where there are no such tokens.
     """
     trained = jnp.asarray(batch.loss_mask)
     age = jnp.where(trained, step - jnp.asarray(batch.versions), 0)

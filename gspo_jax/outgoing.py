@@ -57,7 +57,7 @@ class Outgoing:
             parts, index = where[tensor.name]
             leaves = [trees.get(params, part.path)[tuple(slice(i, i + 1) for i in index)] for part in parts]
             found = self._turn(tuple(parts), leaves)
-            yield tensor.name, found.reshape(tensor.shape)
+            yield tensor.name, jax.device_put(found.reshape(tensor.shape), jax.devices()[0])
 
 
 def pack(arrays: Sequence[Array]) -> Array:

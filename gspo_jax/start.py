@@ -12,14 +12,14 @@ from gspo_jax import adapters, peft, runlog
 from gspo_jax.adapters import Adapter, UnknownTarget
 from gspo_jax.config import ConfigError, model_id
 from gspo_jax.digest import params_digest
-from gspo_jax.models.quantize import matrix, nbytes, quantize
+from gspo_jax.models.quantize import is_quantized, matrix, nbytes, quantize
 from gspo_jax.policy import Policy, compute_leaf, describe_policy, load_params, save_policy
 from gspo_jax.pretrained import looks_like_id, resolve_model
 from gspo_jax.runlog import RunError
 from gspo_jax.sections import Config
 from gspo_jax.types import Params
 from serving_bridge.convert import folder_tensors
-from serving_bridge.trees import get, put
+from serving_bridge.trees import get, leaves, put
 from serving_bridge.weights import leaf_shape, tensor_names
 
 PREFIX = re.compile(r"(?:ft|fft|qft|rl):(?P<base>[^:]+):(?P<run>[A-Za-z0-9][A-Za-z0-9._-]*)")
@@ -52,6 +52,11 @@ class Start:
         if self.adapter is None or self.frozen is None:
             return params
         return adapters.merged(self.adapter, params, self.frozen, self.policy.config.sizes())
+
+    @property
+    def quantized(self) -> bool:
+        """Whether weights beneath the adapter are quantized."""
+        return any(is_quantized(leaf) for _, leaf in leaves(self.frozen or {}))
 
     def dequantized(self) -> Params:
         """The weights beneath an adapter as float32 parameters: what the model computes with, quantized or not."""

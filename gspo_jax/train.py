@@ -20,6 +20,7 @@ from gspo_jax.config_report import total_steps
 from gspo_jax.digest import params_digest
 from gspo_jax.evaluate import Evaluation, evaluate, evaluation_problems
 from gspo_jax.guards import PATIENCE, check
+from gspo_jax.host import use_first_gpus
 from gspo_jax.learner import Learner
 from gspo_jax.metrics import finite, rollout_metrics, with_aliases
 from gspo_jax.rollouts import AnyTask, Rollouts, open_rollouts
@@ -57,6 +58,7 @@ def train(
     replays to the same bits. What a killed run had played ahead is played anew when it is resumed.
     """
     check_capabilities(config)
+    use_first_gpus(config.compute.topology.gpus_for_training if config.serving.engine == "vllm" else 0)
     run_dir = runlog.open_run(config, run_dir or Path(config.run.dir) / config.run.name, resume=resume)
     start = load_start(config)
     placement = place(mesh_devices(config, len(jax.devices())))

@@ -37,10 +37,10 @@ async def problems(client: VllmClient, needs: Needs) -> list[str]:
         return ["its /server_info is not that of vLLM 0.32 or newer; upgrade it"]
     routes = await _routes(client)
     found = [*_semantics(config, needs), *_weights(config, needs, routes)]
-    if needs.lora_rank and not await _has_plugin(client):
+    if not await _has_plugin(client):
         found.append(
-            "it reads an adapter's file again at every step, an old one for a request in flight; install serving_bridge/plugin "
-            "in its environment and start it with --middleware gspo_vllm.guard.AdminToken"
+            "it lacks the plugin gspo_vllm, which guards its routes, takes weights and loads adapters once; install "
+            "serving_bridge/plugin in its environment and start it with --middleware gspo_vllm.guard.AdminToken"
         )
     return found
 

@@ -147,8 +147,9 @@ class Fleet:
         client = member.client
         try:
             taken = await member.take(staged, probe, self._transport, self._sync_timeout_s, self._most_gap)
-        except (PublishError, ServerError) as error:
-            self._distrust(member, client, f"did not take version {staged.version}: {error}")
+        except Exception as error:  # whatever it is, the others are not to wait for it
+            what = str(error) if isinstance(error, PublishError | ServerError) else f"{type(error).__name__}: {error}"
+            self._distrust(member, client, f"did not take version {staged.version}: {what}")
             return member.reason
         if member.client is not client or member.state != "alive":
             return member.reason  # it failed otherwise, meanwhile
@@ -246,8 +247,8 @@ class Fleet:
         member.state, member.reason = state, reason
         member.failed.set()
         self._affinity.forget(member.name)
-        self._tell("server.fenced", member, reason)
         self._changed.set()
+        self._tell("server.fenced", member, reason)
 
     def _reasons(self) -> str:
         return "; ".join(f"{member.name}: {member.reason}" for member in self.members)

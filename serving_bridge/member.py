@@ -21,6 +21,8 @@ LAST_WORDS_S = 3.0
 """Seconds for a process that fails its requests to end, so that its log tells why."""
 MOVED = 1e-4
 """Nats per token by which the trainer's log-probabilities of a probe must change before the server's have to."""
+FOLLOWED, NOISE = 0.25, 0.02
+"""Part of the trainer's change that the server's must reach, and what company and rounding may take from it."""
 
 
 class Probe(NamedTuple):
@@ -117,13 +119,17 @@ class Member:
                 f"server and trainer differ by {gap:.3g} nats per token on the probe, more than {most_gap:g}: "
                 "they do not compute the same policy"
             )
-        if self.probe is None or self.probe[1] != found:
+        if self.probe is None:
             self.probe = probe, found
-        elif (moved := _distance(self.probe[0].logprobs, probe.logprobs)) > MOVED:
+            return gap
+        moved, followed = _distance(self.probe[0].logprobs, probe.logprobs), _distance(self.probe[1], found)
+        if (followed == 0 and moved > MOVED) or followed < moved * FOLLOWED - NOISE:
             raise PublishError(
-                f"the probe's log-probabilities are those of the weights before, to the last bit, and the trainer's moved by "
-                f"{moved:.3g} nats per token: it has stale weights"
+                f"the probe's log-probabilities moved by {moved:.3g} nats per token at the trainer and by {followed:.3g} at "
+                "the server since weights last arrived there: it has stale weights"
             )
+        if followed > 0:
+            self.probe = probe, found
         return gap
 
     async def trouble(self) -> str:

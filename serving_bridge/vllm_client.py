@@ -3,24 +3,23 @@
 Talks to vLLM's `/inference/v1/generate`, which tells for every token the version of the weights that sampled it.
 """
 
-import asyncio
 import hashlib
 import json
 import math
 import re
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import anyio
-import httpx
-
-from rollout.client import DIRECT
 from rollout.types import Completion, FinishReason, SamplingParams
+from serving_bridge.vllm_http import ADMIN_S as ADMIN_S
+from serving_bridge.vllm_http import Connection
+from serving_bridge.vllm_http import ServerError as ServerError
 
 FLOOR = -9999.0
 """What vLLM writes for a log-probability that is not a number."""
 REFUSED = (400, 413, 422)
 """Statuses that another server would answer with as well."""
+
 
 def request_seed(seed: int, key: Sequence[int]) -> int:
     """A 63-bit seed for one request: a hash of the run's seed and the request's place in the key tree."""
@@ -28,13 +27,12 @@ def request_seed(seed: int, key: Sequence[int]) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
 
 
-class VllmClient:
+class VllmClient(Connection):
     """A connection to the server at `url`. `model` is the name it serves, or that of an adapter.
 
     `publisher`: who publishes weights to it, the part of a version's name before the number (a `Stage`'s folder); versions of
-    others count as -1. `seed`: the run's, from which each request gets its own. `concurrency`: connections that are kept for
-    the next requests; there are as many as requests in flight, so that none of these can keep an admin call waiting.
-    `timeout_s`: deadline of one completion. `aclose` ends it and what is in flight.
+    others count as -1. `seed`: the run's, from which each request gets its own. `concurrency`: requests in flight, of which
+    connections are kept. `timeout_s`: deadline of one completion.
     """
 
     def __init__(
@@ -48,15 +46,8 @@ class VllmClient:
         concurrency: int = 64,
         timeout_s: float = 600.0,
     ):
-        self.url, self.model, self._publisher = _LOGIN.sub("//", url.rstrip("/")), model, publisher
-        self._seed, self._timeout_s, self._token = seed, timeout_s, token
-        if not (token.isascii() and token.isprintable()):
-            raise ValueError("the token of a vLLM server must be printable ASCII; see serving.token_env")
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        limits = httpx.Limits(max_keepalive_connections=concurrency, keepalive_expiry=KEEP_ALIVE_S)
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, mounts=DIRECT, follow_redirects=False)
-        self._in_flight: set[anyio.CancelScope] = set()
-        self.closed = False
+        super().__init__(url, token, kept=concurrency)
+        self.model, self._publisher, self._seed, self._timeout_s = model, publisher, seed, timeout_s
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         """One completion, each token with the version that sampled it. Raises ServerError.
@@ -105,7 +96,8 @@ class VllmClient:
         vLLM says of a server that is only paused, too, that it is sleeping; its metrics know better, unless it was started
         with --disable-log-stats.
         """
-        return await self.idle() and await self._metric("vllm:engine_sleep_state", 'sleep_state="awake"') != 1.0
+        awake = await self._metric("vllm:engine_sleep_state", 'sleep_state="awake"')
+        return awake != 1.0 and await self.idle()  # the metrics need not wait for the engine's step
 
     async def has_slept(self) -> bool:
         """Whether it was put to sleep since it started; its weights may have been lost then. Raises ServerError."""
@@ -116,6 +108,7 @@ class VllmClient:
         text = str(await self.get("/metrics"))
         found = re.findall(rf"^{re.escape(name)}\{{[^\n]*{re.escape(label)}[^\n]*\}} (\S+)$", text, re.MULTILINE)
         return min(map(float, found), default=None)
+
 
 def sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:
     """vLLM's sampling parameters for what the embedded sampler does with `params`.

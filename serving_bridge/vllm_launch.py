@@ -17,7 +17,8 @@ _NOT_FOR_VLLM = re.compile(r"PYTHON(PATH|HOME|WARNINGS)|VIRTUAL_ENV|JAX_.*|XLA_.
 _FIXED = (
     "host port uds ssl-keyfile ssl-certfile root-path headless grpc config model served-model-name logprobs-mode "
     "generation-config override-generation-config weight-transfer-config middleware enable-scale-out "
-    "enable-lora max-lora-rank max-loras"
+    "enable-lora max-lora-rank max-loras api-server-count kv-cache-dtype quantization speculative-config "
+    "data-parallel-size pipeline-parallel-size logits-processors"
 )
 # Options that extra arguments may not touch, and why.
 _TAKEN = dict.fromkeys(_FIXED.split(), "training rests on the value that the server is started with") | {
@@ -135,13 +136,13 @@ def environment(launch: Launch, site: Path) -> dict[str, str]:
         "PATH": os.pathsep.join((str(launch.python.absolute().parent), env.get("PATH", os.defpath))),
         "VLLM_RPC_BASE_PATH": str(site.absolute()),  # it leaves its sockets there
     }
-    if "VLLMPLUGINS" in env:
-        env["VLLMPLUGINS"] += ",gspo_vllm"
+    if "VLLM_PLUGINS" in env:
+        env["VLLM_PLUGINS"] += ",gspo_vllm"
     if launch.gpus:
-        ours = env.get("CUDA_VISIBLEDEVICES") or ",".join(map(str, range(max(launch.gpus) + 1)))
+        ours = env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(max(launch.gpus) + 1)))
         if max(launch.gpus) >= len(names := ours.split(",")):
-            raise ValueError(f"GPU {max(launch.gpus)} is not among CUDA_VISIBLEDEVICES = {ours}; see compute.topology")
-        env["CUDA_VISIBLEDEVICES"] = ",".join(names[gpu] for gpu in launch.gpus)
+            raise ValueError(f"GPU {max(launch.gpus)} is not among CUDA_VISIBLE_DEVICES = {ours}; see compute.topology")
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in launch.gpus)
     if launch.max_lora_rank:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     if on_cpu(launch.gpus):

@@ -47,7 +47,12 @@ def refused(done: Ran, code: int, *words: object) -> None:
         ("policy.max_tokens=64", ("policy.max_tokens", "64", "serving.context_length")),
         ("training.learning_rat=1", ("training.learning_rat", "learning_rate")),
         ("model.trainer_mode=half", ("model.trainer_mode", "half", "full")),
-        ("serving.engine=vllm", ("serving.engine", "vllm", "jax")),
+        ("serving.urls=['http://127.0.0.1:1']", ("serving.urls", "serving.engine", "vllm")),
+        (
+            "serving={engine='vllm', launch={python='nowhere/python'}}",
+            ("serving.launch", "nowhere/python", "make install-vllm"),
+        ),
+        ("serving={engine='vllm', launch={extra_args=['--port=1']}}", ("serving.launch.extra_args", "--port")),
         ("serving.context_length=4096", ("serving.context_length", "4096", "256 positions")),
         ("mesh.fsdp=99", ("mesh.fsdp", "99 devices")),
         ("services.task_app=nowhere", ("services.task_app", "nowhere", "arithmetic")),

@@ -14,7 +14,7 @@ from fake_vllm import BASE, LOST, FakeVllm, contents, score
 from rollout.server import serve
 from rollout.types import SamplingParams
 from serving_bridge import publish as publishing
-from serving_bridge import vllm_client
+from serving_bridge import vllm_http
 from serving_bridge.nccl import NcclSender
 from serving_bridge.plugin.gspo_vllm.guard import TOKEN
 from serving_bridge.publish import PublishError, publish, together
@@ -161,7 +161,7 @@ def test_wsy_06_a_transfer_that_outlasts_its_deadline_is_applied_once(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["drop", "lose"])
-@pytest.mark.parametrize("path", [step.partition("?")[0] for step in ORDER] + ["/weight_info", "/is_sleeping", "/metrics"])
+@pytest.mark.parametrize("path", [step.partition("?")[0] for step in ORDER] + ["/weight_info", "/metrics"])
 def test_a_lost_connection_costs_a_repetition(tmp_path, path, fault):
     """Before the work was done or after it: one whole update either way."""
 
@@ -180,9 +180,9 @@ def test_a_lost_connection_costs_a_repetition(tmp_path, path, fault):
     run(work())
 
 
-@pytest.mark.parametrize("path", [step.partition("?")[0] for step in ORDER] + ["/weight_info", "/is_sleeping", "/metrics"])
+@pytest.mark.parametrize("path", [step.partition("?")[0] for step in ORDER] + ["/weight_info", "/metrics"])
 def test_wsy_07_a_phase_that_is_never_answered_is_bounded_and_named(tmp_path, path, monkeypatch):
-    for module in (publishing, vllm_client):
+    for module in (publishing, vllm_http):
         monkeypatch.setattr(module, "ADMIN_S", 0.4)
 
     async def work():
@@ -198,7 +198,7 @@ def test_wsy_07_a_phase_that_is_never_answered_is_bounded_and_named(tmp_path, pa
     run(work())
 
 
-@pytest.mark.parametrize("path", [step.partition("?")[0] for step in ORDER] + ["/weight_info", "/is_sleeping", "/metrics"])
+@pytest.mark.parametrize("path", [step.partition("?")[0] for step in ORDER] + ["/weight_info", "/metrics"])
 def test_an_error_is_not_repeated_and_says_the_phase_and_the_reason(tmp_path, path):
     async def work():
         async with served(tmp_path) as (fake, client, stage):

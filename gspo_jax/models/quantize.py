@@ -40,9 +40,14 @@ def tile_size(features: int) -> int:
     return largest if largest >= LEAST else features
 
 
+def is_quantized(kernel: Any) -> bool:
+    """Whether a leaf is a quantized kernel."""
+    return isinstance(kernel, qwix.QArray)
+
+
 def matrix(kernel: Any, dtype: Any) -> Array:
     """The kernel as a float array of `dtype`, dequantized if need be."""
-    return (qwix.dequantize(kernel) if isinstance(kernel, qwix.QArray) else kernel).astype(dtype)
+    return (qwix.dequantize(kernel) if is_quantized(kernel) else kernel).astype(dtype)
 
 
 def nbytes(tree: Any) -> int:

@@ -3,6 +3,9 @@
 A package of its own because vLLM's interpreter is not the trainer's: it needs torch and vLLM, nothing else.
 """
 
+registered = False
+"""Whether this process has the engine and loads adapters once."""
+
 
 def register() -> None:
     """Called by vLLM in each of its processes, through the entry point `vllm.general_plugins`; may be called again."""
@@ -12,6 +15,8 @@ def register() -> None:
 
     from .adapters import load_once
 
+    global registered
     load_once()
     if "gspo" not in Factory._registry:
         Factory.register_engine("gspo", "gspo_vllm.engines", "Engine")
+    registered = True

@@ -5,11 +5,12 @@ vLLM's own `--api-key` leaves the routes that pause a server and change its weig
 
 import hmac
 import os
+import sys
 
 TOKEN = "GSPO_VLLM_TOKEN"  # noqa: S105 (a name)
 """Environment variable that holds the token."""
 PRESENCE = "/gspo_vllm"
-"""A path that only a server with this package answers."""
+"""A path that only a server answers whose processes have registered this package."""
 
 
 class AdminToken:
@@ -26,7 +27,7 @@ class AdminToken:
 
     async def __call__(self, scope, receive, send):
         if scope["type"] not in ("http", "websocket") or self._allowed(scope):
-            if scope["type"] == "http" and scope["path"] == PRESENCE:
+            if scope["type"] == "http" and scope["path"] == PRESENCE and sys.modules[__name__.rpartition(".")[0]].registered:
                 await _answer(send, 200, b"{}")
             else:
                 await self.app(scope, receive, send)
