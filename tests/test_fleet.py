@@ -238,6 +238,25 @@ def test_a_stale_server_is_noticed(tmp_path):
     run(work())
 
 
+@pytest.mark.parametrize(("part", "stale"), [(0.02, True), (0.22, True), (0.24, False), (1.0, False)])
+def test_a_server_that_hardly_follows_is_stale(tmp_path, part, stale):
+    """In other company the same weights give other last bits: a server that moved far less than the trainer is stale, too."""
+
+    async def work():
+        async with rig(tmp_path, 1, most_gap=100.0) as it:
+            before = score(it.fakes[0].weights, IDS)
+            rows = [{str(token): {"logprob": x - part}} for token, x in zip(IDS[1:], before, strict=True)]
+            it.fakes[0].faults["/inference/v1/generate"].append(lambda: {"prompt_logprobs": [None, *rows]})
+            done = await it.publish(logprobs=[x - 1.0 for x in before])
+            assert bool(done.failed) == stale
+            assert (
+                not stale
+                or f"moved by 1 nats per token at the trainer and by {part:g} at the server" in done.failed["server 0"]
+            )
+
+    run(work())
+
+
 def test_a_probe_that_differs_too_much_is_an_error(tmp_path):
     """Nothing is sampled with weights that are not the trainer's. Also: a probe that is not a number, on either side."""
 
@@ -477,9 +496,13 @@ def test_a_request_that_one_server_fails_goes_to_another(tmp_path):
     async def work():
         async with rig(tmp_path, 2) as it:
             it.fakes[0].faults["/inference/v1/generate"] += [500] * 1000
-            found = await asyncio.gather(*it.sample(30, prompt=lambda i: tuple(range(40))))
+            asked = generated(it.fakes[0])
+            for _ in range(3):
+                assert (await it.fleet.sample(tuple(range(40)), PARAMS)).versions == (0,) * 8
+            assert generated(it.fakes[0]) == asked + 1  # the rest went where the first ended
+            found = await asyncio.gather(*it.sample(30))
             assert {each.versions for each in found} == {(0,) * 8}
-            assert len(it.fakes[1].finished) == 31  # and the probe
+            assert len(it.fakes[1].finished) == 34  # and the probe
             assert it.reasons() == []
 
     run(work())

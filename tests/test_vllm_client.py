@@ -388,7 +388,8 @@ def test_rol_04_a_cancelled_request_closes_its_connection():
     run(work())
 
 
-def test_a_cancelled_call_leaves_no_connection_open(monkeypatch):
+@pytest.mark.parametrize("close", [False, True], ids=["cancelled", "closed"])
+def test_a_call_that_is_cut_off_leaves_no_connection_open(monkeypatch, close):
     """httpx drops idle connections when the next call begins; cut off while it does, it forgot those that were left."""
     monkeypatch.setattr(vllm_http, "KEEP_ALIVE_S", 0.05)
 
@@ -401,7 +402,7 @@ def test_a_cancelled_call_leaves_no_connection_open(monkeypatch):
                 task = asyncio.create_task(client.version())
                 for _ in range(moment):
                     await asyncio.sleep(0)
-                task.cancel()
+                await client.aclose() if close else task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
         assert sockets() == before
 
@@ -627,6 +628,17 @@ def test_a_route_that_lacks_is_said_with_what_brings_it(lacking, needs, pattern)
             fake.faults["/openapi.json"].append(lambda: {"paths": paths})
             (found,) = await problems(client, needs)
             assert pattern in found
+
+    run(work())
+
+
+def test_a_server_without_the_plugin_is_told_how_to_get_it():
+    async def work():
+        async with served() as (fake, client):
+            fake.faults["/gspo_vllm"].append(404)
+            (found,) = await problems(client, NEEDS)
+            assert "--middleware gspo_vllm.guard.AdminToken" in found
+            assert "serving_bridge/plugin" in found
 
     run(work())
 
