@@ -80,14 +80,17 @@ class Embedded:
 
 
 class OnDevice:
-    """The arrays of a version for NCCL: straight from the parameters while they are published, else from the staged file."""
+    """The arrays of a version for NCCL: from the parameters while they are published, else from the staged file.
+
+    From the staged file always if they were rounded stochastically: every server is to have the same bits.
+    """
 
     def __init__(self, outgoing: Outgoing):
         self._outgoing = outgoing
         self.live: tuple[int, Params] | None = None
 
     def __call__(self, staged: Staged) -> Iterator[tuple[str, Any]]:
-        if self.live is not None and self.live[0] == staged.version:
+        if self.live is not None and self.live[0] == staged.version and not self._outgoing.stochastic:
             return self._outgoing.on_device(self.live[1])
         shards = Shards(staged.path.parent, staged.path.name)
         return ((name, jax.device_put(shards.read(name))) for name in staged.names)
@@ -115,7 +118,7 @@ class Served:
         started = time.monotonic()
         if (old := self._stage.overwritten(version)) is not None:
             self._fleet.vacate(old)
-        staged = await asyncio.to_thread(self._stage.write, version, self._outgoing.arrays(params))
+        staged = await asyncio.to_thread(self._stage.write, version, self._outgoing.arrays(params, version))
         staging = time.monotonic() - started
         probe = await asyncio.to_thread(self._probe, params)
         self._on_device.live = version, params
@@ -188,7 +191,8 @@ def _outgoing(config: Config, start: Start) -> tuple[Outgoing, Stage]:
     """What is sent, and where it is staged: all weights, or an adapter's as a PEFT folder."""
     sizes = start.policy.config.sizes()
     if start.adapter is None:
-        outgoing = Outgoing(start.policy.table, sizes, {"bfloat16": "BF16", "float32": "F32"}[serving_dtype(config)])
+        dtype = {"bfloat16": "BF16", "float32": "F32"}[serving_dtype(config)]
+        outgoing = Outgoing(start.policy.table, sizes, dtype, stochastic=config.serving.rounding == "stochastic")
         return outgoing, Stage(outgoing.tensors)
     outgoing = Outgoing(adapter_table(start.adapter), adapter_sizes(start.adapter, sizes), "F32")
     return outgoing, Stage(

@@ -371,6 +371,9 @@ class Serving(Section):
         "auto", "how weights reach vLLM; auto: shm for servers that the run starts, tcp for others"
     )
     dtype: Literal["auto", "bfloat16", "float32"] = key("auto", "type that vLLM computes in; auto: model.compute_dtype")
+    rounding: Literal["stochastic", "nearest"] = key(
+        "stochastic", "how float32 weights become bfloat16 for vLLM: right on average, or nearest, which hides small updates"
+    )
     delta: bool = key(False, "send only the weights whose bits changed (tcp)")
     address: Name = key("127.0.0.1", "address at which vLLM servers reach this process (tcp)")
     sync_timeout_s: float = key(600.0, "deadline of one weight transfer to a server", gt=0)

@@ -582,7 +582,7 @@ READ_DIRECTLY = {
     "evaluation": "every_n_iters samples split",
     "data": "split seed_start",
     "optimizer": "beta1 beta2 eps weight_decay max_grad_norm warmup_steps schedule",
-    "serving": "engine slots context_length host urls token_env transport dtype delta address sync_timeout_s",
+    "serving": "engine slots context_length host urls token_env transport dtype rounding delta address sync_timeout_s",
     "serving.launch": "python servers extra_args start_timeout_s max_restarts",
     "compute.topology": "gpus_for_vllm gpus_for_training tensor_parallel",
     "training.weight_sync": "verify_every_k",
