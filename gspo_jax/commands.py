@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gspo_jax import adapters, checkpoint, peft, runlog
+from gspo_jax import checkpoint, peft, runlog
 from gspo_jax.checkpoint import CheckpointError
 from gspo_jax.config import Config, ConfigError, parse_config
 from gspo_jax.evaluate import EvaluationError
@@ -79,24 +79,24 @@ def is_run(path: str | Path) -> bool:
 def load_run_or_model(name: str, *, compute_dtype: str | None = None) -> tuple[Policy, Params]:
     """A run directory's policy (its best checkpoint by held-out reward, else its newest), a PEFT folder's with the adapter in
     its place, or any model `load_policy` takes."""
-    if is_run(name):
-        start, params = load_run(Path(name).expanduser(), compute_dtype=compute_dtype)
-        return start.policy, start.whole(params, start.frozen)
-    if peft.is_adapter(Path(name).expanduser()):
-        return peft_policy(Path(name).expanduser(), compute_dtype=compute_dtype or "float32")
-    return load_policy(name, compute_dtype=compute_dtype or "float32")
+    start, params = load_start_or_model(name, compute_dtype=compute_dtype)
+    return start.policy, start.whole(params, start.frozen)
 
 
-def load_start_or_model(name: str, *, compute_dtype: str) -> tuple[Start, Params]:
-    """What `load_run_or_model` takes, an adapter kept apart from the weights beneath it: `(start, what is trained)`."""
+def load_start_or_model(name: str, *, compute_dtype: str | None = None) -> tuple[Start, Params]:
+    """What `load_run_or_model` takes, an adapter kept apart from the weights beneath it: `(start, what is trained)`.
+
+    `compute_dtype`: unless given that of the run, or float32.
+    """
     path = Path(name).expanduser()
     if is_run(name):
         return load_run(path, compute_dtype=compute_dtype)
+    dtype = compute_dtype or "float32"
     if not peft.is_adapter(path):
-        policy, params = load_policy(name, compute_dtype=compute_dtype)
+        policy, params = load_policy(name, compute_dtype=dtype)
         return Start(policy, {}), params
     base, folder = peft.base_model(path)
-    policy, frozen = load_policy(folder, compute_dtype=compute_dtype)
+    policy, frozen = load_policy(folder, compute_dtype=dtype)
     adapter, trained = peft.load_adapter(path, policy.table, policy.config.sizes())
     return Start(policy, {}, frozen, adapter, base, fresh=False), trained
 
@@ -120,10 +120,3 @@ def load_run(run_dir: Path, *, compute_dtype: str | None = None, best: bool = Tr
         raise RunError(f"{run_dir} holds no complete checkpoint yet")
     print(f"checkpoint {step} of {run_dir}", file=sys.stderr)
     return start, checkpoint.restore_params(directory, step, start.params)
-
-
-def peft_policy(folder: Path, *, compute_dtype: str) -> tuple[Policy, Params]:
-    """The policy of an adapter's base model, and float32 parameters with the adapter in its place."""
-    policy, params = load_policy(peft.base_model(folder)[1], compute_dtype=compute_dtype)
-    adapter, trained = peft.load_adapter(folder, policy.table, policy.config.sizes())
-    return policy, adapters.attach(adapter, trained, params)

@@ -65,14 +65,14 @@ class Engine(Protocol):
 class Embedded:
     """The JAX sampler as an engine."""
 
-    def __init__(self, sampler: Sampler, start: Start, *, copy: bool):
-        self._sampler, self._start, self._copy = sampler, start, copy
+    def __init__(self, sampler: Sampler, start: Start, gathered: Callable[[Params], Params], *, copy: bool):
+        self._sampler, self._start, self._gathered, self._copy = sampler, start, gathered, copy
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         return await self._sampler.sample(prompt_ids, params)
 
     async def publish(self, version: int, params: Params) -> dict[str, float]:
-        here = jax.device_put(params, jax.devices()[0])  # no copy when there is one device
+        here = self._gathered(params)
         if self._copy:  # the next update overwrites these buffers while requests are in flight
             here = jax.tree.map(jnp.copy, here)
         await self._sampler.publish(version, self._start.whole(here, self._start.frozen))
@@ -141,11 +141,18 @@ def _measured(staged: Staged, staging: float, seconds: float, done: Published) -
 
 @asynccontextmanager
 async def open_engine(
-    config: Config, start: Start, chat: Chat, context_length: int, run_dir: Path, on_event: OnEvent
+    config: Config,
+    start: Start,
+    chat: Chat,
+    context_length: int,
+    run_dir: Path,
+    on_event: OnEvent,
+    gathered: Callable[[Params], Params],
 ) -> AsyncIterator[Engine]:
     """The engine that `[serving]` asks for; everything it started has ended when the block is left.
 
-    `run_dir`: where servers log. Raises ConfigError, ServerDied, ServerError, FleetError.
+    `run_dir`: where servers log. `gathered`: parameters whole on one device, for the embedded sampler. Raises ConfigError,
+    ServerDied, ServerError, FleetError.
     """
     if config.serving.engine != "vllm":
         sampler = Sampler(
@@ -153,7 +160,7 @@ async def open_engine(
             record_experts=config.algorithm.routing_replay == "sampler",
         )  # fmt: skip
         try:
-            yield Embedded(sampler, start, copy=config.rollout.max_staleness > 0)
+            yield Embedded(sampler, start, gathered, copy=config.rollout.max_staleness > 0)
         finally:
             await sampler.aclose()
         return

@@ -89,16 +89,17 @@ async def open_rollouts(
     task: AnyTask | None = None,
     run_dir: Path | None = None,
     on_event: Callable[[dict[str, Any]], None] = lambda _: None,
+    gathered: Callable[[Params], Params] = lambda params: params,
 ) -> AsyncIterator[Rollouts]:
     """Engine, gateway, and the task app: `task` if given, else what `[services]` names. All ports are closed at the end.
 
-    `run_dir` is where servers log; a temporary folder unless given.
+    `run_dir` is where servers log; a temporary folder unless given. `gathered`: see `gspo_jax.sharding.Placement`.
     """
     context = _context_length(config, start.policy)
     chat = load_chat(start.policy.folder)
     async with AsyncExitStack() as stack:
         logs = run_dir or Path(stack.enter_context(TemporaryDirectory()))
-        engine = await stack.enter_async_context(open_engine(config, start, chat, context, logs, on_event))
+        engine = await stack.enter_async_context(open_engine(config, start, chat, context, logs, on_event, gathered))
         gateway = Gateway(
             engine.sample, chat, model=config.model.label, context_length=context, timeout_s=config.rollout.timeout_s
         )

@@ -77,7 +77,7 @@ def train(
         start = replace(start, params={})  # the state has them, and its buffers are donated
         background = Background()
         stack.callback(background.close)
-        world = open_rollouts(config, start, task=task, run_dir=run_dir, on_event=on_event)
+        world = open_rollouts(config, start, task=task, run_dir=run_dir, on_event=on_event, gathered=placement.gathered)
         rollouts = background.enter(world)
         stack.callback(background.leave, world)
         manager = stack.enter_context(checkpoint.open_checkpoints(run_dir, config.run.keep_last))

@@ -3,7 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from rich.console import Console
@@ -89,13 +89,12 @@ def _dry_run(config: Config, run_dir: Path | None) -> None:
     packing_mode(config, policy)
     start = Start(policy, {}, adapter=plan_adapter(config, policy, source), base=source.name)
     check_routing(config, policy)
-    background = Background()
-    try:
+    with ExitStack() as opened:
+        background = Background()
+        opened.callback(background.close)
         world = open_rollouts(config, start)
         sizes = background.enter(world).sizes
-        background.leave(world)
-    finally:
-        background.close()
+        opened.callback(background.leave, world)
     adapter = f" with {source.adapter}" if source.adapter else ""
     print(f"model    {model_id(config)} ({policy.architecture}) in {policy.folder}{adapter}")
     print(f"task     answers; problems per split: {dict(sizes) or 'not stated'}")

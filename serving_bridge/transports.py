@@ -19,31 +19,14 @@ from serving_bridge.vllm_client import ServerError, VllmClient
 CLOSE_S = 10.0
 
 
-class SharedMemory:
-    """Workers on this host map the staged file: nothing is copied on the way. Needs `gspo_vllm` in the server.
-
-    `verify_every`: every how many versions the workers compare a checksum of all bytes; 0: never.
-    """
-
-    backend = "gspo"
-
-    def __init__(self, verify_every: int = 0):
-        self._verify_every, self._crcs = verify_every, dict[str, int]()
+class _Plain:
+    """What a transport that shares nothing between transfers has to do for them: nothing."""
 
     async def connect(self, client: VllmClient, timeout_s: float) -> None:
-        await client.post("/init_weight_transfer_engine", {"init_info": {}}, timeout_s=timeout_s)
-
-    async def transfer(self, client: VllmClient, staged: Staged, timeout_s: float, again: bool = False) -> None:
-        info: dict[str, Any] = {"id": staged.id, "file": str(staged.path), "count": len(staged.names)}
-        if staged.id in self._crcs:
-            info["crc"] = self._crcs[staged.id]
-        if again:
-            await forget_update(client)
-        await update_weights(client, info, staged.id, timeout_s)
+        pass
 
     def offer(self, staged: Staged) -> None:
-        due = self._verify_every > 0 and staged.version % self._verify_every == 0
-        self._crcs = {staged.id: checksum(staged)} if due else {}
+        pass
 
     def vacate(self, staged: Staged) -> None:
         pass
@@ -52,28 +35,56 @@ class SharedMemory:
         pass
 
 
-class Stream:
+class _Plugin(_Plain):
+    """What the transports of `gspo_vllm` share: one engine there, told where the bytes are."""
+
+    backend = "gspo"
+
+    async def connect(self, client: VllmClient, timeout_s: float) -> None:
+        await client.post("/init_weight_transfer_engine", {"init_info": {}}, timeout_s=timeout_s)
+
+    def where(self, staged: Staged, timeout_s: float) -> dict[str, Any]:
+        """The part of `update_info` that says where the bytes are."""
+        raise NotImplementedError
+
+    async def transfer(self, client: VllmClient, staged: Staged, timeout_s: float, again: bool = False) -> None:
+        info = {"id": staged.id, "count": len(staged.names), **self.where(staged, timeout_s)}
+        if again:
+            await forget_update(client)
+        await update_weights(client, info, staged.id, timeout_s)
+
+
+class SharedMemory(_Plugin):
+    """Workers on this host map the staged file: nothing is copied on the way. Needs `gspo_vllm` in the server.
+
+    `verify_every`: every how many versions the workers compare a checksum of all bytes; 0: never.
+    """
+
+    def __init__(self, verify_every: int = 0):
+        self._verify_every, self._crcs = verify_every, dict[str, int]()
+
+    def where(self, staged: Staged, timeout_s: float) -> dict[str, Any]:
+        found: dict[str, Any] = {"file": str(staged.path)}
+        return found | {"crc": self._crcs[staged.id]} if staged.id in self._crcs else found
+
+    def offer(self, staged: Staged) -> None:
+        due = self._verify_every > 0 and staged.version % self._verify_every == 0
+        self._crcs = {staged.id: checksum(staged)} if due else {}
+
+
+class Stream(_Plugin):
     """Workers on any host read a TCP stream of checked bytes from this process. Needs `gspo_vllm` in the server.
 
     `token`: what both sides prove to know. `host`: address of this machine at which workers reach it. `delta`: a worker that
     has the version before is sent what changed.
     """
 
-    backend = "gspo"
-
     def __init__(self, token: str, host: str, *, delta: bool):
         self.sender, self._delta = WeightSender(token, host), delta
         self._offered: Staged | None = None
 
-    async def connect(self, client: VllmClient, timeout_s: float) -> None:
-        await client.post("/init_weight_transfer_engine", {"init_info": {}}, timeout_s=timeout_s)
-
-    async def transfer(self, client: VllmClient, staged: Staged, timeout_s: float, again: bool = False) -> None:
-        info = {"id": staged.id, "address": self.sender.address, "count": len(staged.names), "delta": self._delta,
-                "timeout_s": timeout_s}  # fmt: skip
-        if again:
-            await forget_update(client)
-        await update_weights(client, info, staged.id, timeout_s)
+    def where(self, staged: Staged, timeout_s: float) -> dict[str, Any]:
+        return {"address": self.sender.address, "delta": self._delta, "timeout_s": timeout_s}
 
     def offer(self, staged: Staged) -> None:
         self.sender.offer(staged, self._offered if self._delta else None)
@@ -87,7 +98,7 @@ class Stream:
             await asyncio.to_thread(self.sender.close, CLOSE_S)
 
 
-class Nccl:
+class Nccl(_Plain):
     """vLLM's own engine for GPUs, with this process as the communicator's first rank; one communicator for each server.
 
     `arrays(staged)` yields `(name, device array)` of a version in the order of `tensors`; `pack(arrays)` joins the bytes of
@@ -145,12 +156,6 @@ class Nccl:
         for chunk in sender.plan:
             yield [next(arrays) for _ in chunk]
 
-    def offer(self, staged: Staged) -> None:
-        pass
-
-    def vacate(self, staged: Staged) -> None:
-        pass
-
     async def _drop(self, client: VllmClient) -> None:
         await asyncio.to_thread(self._senders.pop(client).close)
 
@@ -159,7 +164,7 @@ class Nccl:
             await self._drop(client)
 
 
-class LoraFolder:
+class LoraFolder(_Plain):
     """The server loads an adapter from the staged PEFT folder, under the name that requests ask for."""
 
     backend = ""
@@ -167,22 +172,10 @@ class LoraFolder:
     def __init__(self, name: str):
         self._name = name
 
-    async def connect(self, client: VllmClient, timeout_s: float) -> None:
-        pass
-
     async def transfer(self, client: VllmClient, staged: Staged, timeout_s: float, again: bool = False) -> None:
         body = {"lora_name": self._name, "lora_path": str(staged.path.parent), "load_inplace": True}
         await repeated(lambda: client.post("/v1/load_lora_adapter", body, timeout_s=timeout_s))
         await repeated(lambda: client.post("/update_weight_version", {"new_version": staged.id}))
-
-    def offer(self, staged: Staged) -> None:
-        pass
-
-    def vacate(self, staged: Staged) -> None:
-        pass
-
-    async def aclose(self) -> None:
-        pass
 
 
 def checksum(staged: Staged) -> int:
