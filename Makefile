@@ -25,7 +25,7 @@ dev: .venv/installed-dev
 	touch $@ .venv/installed
 
 test: dev torch vllm
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 # torch and transformers, for comparisons only. Without Python 3.11 or torch those tests are skipped, with the reason.
 torch: .venv/bin/uv

@@ -18,3 +18,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Examples are bounded by number, not by wall clock: a shared machine may stop for longer than any deadline.
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
+
+
+def pytest_collection_modifyitems(items):
+    """Files that start real servers first: they take longest, and with a file per process the last one would run alone."""
+    items.sort(key=lambda item: item.path.name not in ("test_vllm_train.py", "test_vllm_engine.py"))
