@@ -15,11 +15,11 @@ import numpy as np
 from gspo_jax import peft
 from gspo_jax.adapters import attach
 from gspo_jax.commands import RunError, run_command
-from gspo_jax.engines import MOST_PROBE_GAP, PROBE
 from gspo_jax.policy import Policy, load_policy, save_policy
 from gspo_jax.pretrained import resolve_model
 from gspo_jax.scoring import score_tokens
 from gspo_jax.types import Params
+from gspo_jax.vllm_engine import MOST_PROBE_GAP, PROBE
 from serving_bridge.chat import load_chat
 from serving_bridge.convert import load_weights
 from serving_bridge.shards import SINGLE
