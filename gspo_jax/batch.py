@@ -60,6 +60,8 @@ class Packing:
     length: int
     rows: int = 1
     mode: str = "shared_prefix"
+    multiple: int = 1
+    """What the number of rows is rounded up to a multiple of, with blank ones."""
 
 
 def pack(groups: Sequence[Group], advantages: Sequence[Sequence[Advantage]], minibatch: int, packing: Packing) -> Batch:
@@ -80,7 +82,8 @@ def pack(groups: Sequence[Group], advantages: Sequence[Sequence[Advantage]], min
     micros = [_place(list(_items(step, packing)), packing) for step in steps]
     rows = max((len(m) for step in micros for m, _ in step), default=1)
     depth = _power_of_two(max(len(step) for step in micros))
-    arrays = _blank((len(steps), depth, max(rows, packing.rows), packing.length), _recorded(taking))
+    rows = -(-max(rows, packing.rows) // packing.multiple) * packing.multiple
+    arrays = _blank((len(steps), depth, rows, packing.length), _recorded(taking))
     for i, step in enumerate(micros):
         for j, (layout, count) in enumerate(step):
             _write(arrays, (i, j), layout)

@@ -1,5 +1,6 @@
 """From a config to functions: the loss, the optimizer, the learner, the batch. What training and replay share."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import Array
 
 from gspo_jax import adapters
 from gspo_jax.batch import Packing, pack
@@ -15,15 +17,15 @@ from gspo_jax.config import ConfigError, row_length
 from gspo_jax.config_report import minibatch_size, minibatches, total_steps
 from gspo_jax.digest import batch_digest
 from gspo_jax.kl import ESTIMATORS, k3
-from gspo_jax.learner import Learner, learner, score_batch
+from gspo_jax.learner import learner, score_batch
 from gspo_jax.objective import build_objective
 from gspo_jax.policy import Policy, logprobs_of
+from gspo_jax.reference import Reference, load_reference
 from gspo_jax.sections import Config
 from gspo_jax.serving_checks import serving_problems
-from gspo_jax.sharding import Placement
 from gspo_jax.signal import Penalties, Signal, numbered, signal
 from gspo_jax.start import Start
-from gspo_jax.types import Batch, Params
+from gspo_jax.types import Batch, Metrics, Params, TrainState
 from rollout.types import Group
 
 
@@ -42,11 +44,14 @@ class Prepared(NamedTuple):
 class Trainer(NamedTuple):
     """What turns consumed groups into a step: training and `replay` share it, so they compute the same bits."""
 
-    learner: Learner
+    init: Callable[[Params], TrainState]
+    """Parameters in their places to a fresh state in its own."""
+    compiled: Callable[[TrainState], Callable[..., tuple[TrainState, Metrics]]]
+    """`Learner.update` as it is run on states in the places of this one: compiled, donating them, leaving new ones there."""
     batch: Callable[[Sequence[Group], Params], Prepared]
     """Groups and the parameters before the step to the batch of the step."""
     frozen: Params | None
-    """Weights that `learner.update` computes with and does not train, in their places."""
+    """Weights that an update computes with and does not train, in their places."""
 
 
 def check_capabilities(config: Config) -> None:
@@ -55,13 +60,12 @@ def check_capabilities(config: Config) -> None:
         raise ConfigError("config", problems)
 
 
-def build_trainer(config: Config, start: Start, placement: Placement) -> Trainer:
-    """The learner and the batches a config describes. The reference of a KL is the policy of `start`: with a fresh adapter the
-    weights beneath it, at no memory cost; else a copy of what is trained, kept only if a KL refers to it."""
+def build_trainer(config: Config, start: Start) -> Trainer:
+    """The learner and the batches a config describes."""
     check_routing(config, start.policy)
-    algorithm = config.algorithm
+    algorithm, layout = config.algorithm, start.layout
     objective = build_objective(algorithm, config.policy.max_tokens * config.rollout.max_turns)
-    logprobs = logprobs_of(start.policy, temperature=config.policy.temperature)
+    logprobs = logprobs_of(start.policy, temperature=config.policy.temperature, layout=layout)
     attach = partial(adapters.attach, start.adapter)
     learn = learner(
         logprobs,
@@ -72,27 +76,43 @@ def build_trainer(config: Config, start: Start, placement: Placement) -> Trainer
         attach=attach,
     )
     score = jax.jit(lambda params, batch: score_batch(logprobs, params, batch))
-    frozen = None if start.frozen is None else placement.state(start.frozen)
-    reference = None
-    if algorithm.kl_beta > 0:
-        fresh = frozen is not None and start.fresh
-        reference = frozen if fresh else attach(placement.state(jax.tree.map(jnp.copy, start.params)), frozen)
-    layout = Packing(row_length(config), config.training.rows_per_microbatch, packing_mode(config, start.policy))
+    reference = load_reference(config, start)
+    packing = packing_of(config, start, reference)
 
     def batch(groups: Sequence[Group], params: Params) -> Prepared:
         penalties, metrics = None, {}
         if reference is not None and algorithm.kl_in == "reward":
-            whole = attach(params, frozen)
-            penalties, mean = _penalties(config, groups, lambda b: (score(whole, b), score(reference, b)), placement, layout)
+            whole, second = attach(params, start.frozen), reference.score
+            penalties, mean = _penalties(config, groups, lambda b: (score(whole, layout.batch(b)), second(b)), packing)
             metrics["policy/kl_reference"] = mean
         found = signal(algorithm, groups, config.policy.max_tokens, penalties)
-        packed = pack(groups, found.advantages, minibatch_size(config), layout)
-        placed = placement.batch(packed)
-        if objective.reference:
-            placed = placed._replace(reference_logprobs=score(reference, placed))
+        packed = pack(groups, found.advantages, minibatch_size(config), packing)
+        placed = layout.batch(packed)
+        if objective.reference and reference is not None:
+            placed = placed._replace(reference_logprobs=reference.score(packed))
         return Prepared(placed, found, batch_digest(packed), metrics)
 
-    return Trainer(learn, batch, frozen)
+    def init(params: Params) -> TrainState:
+        shapes = jax.eval_shape(learn.init, params)
+        return jax.jit(learn.init, out_shardings=layout.shardings(shapes))(params)
+
+    def compiled(state: TrainState) -> Callable[..., tuple[TrainState, Metrics]]:
+        places = layout.shardings(state)
+        return jax.jit(learn.update, donate_argnums=0, out_shardings=None if places is None else (places, None))
+
+    return Trainer(init, compiled, batch, start.frozen)
+
+
+def packing_of(config: Config, start: Start, reference: Reference | None = None) -> Packing:
+    """How batches are packed: rows that the mesh divides, those of a reference too, and a length that it divides."""
+    shapes = [start.layout.shape, *([] if reference is None else [reference.layout.shape])]
+    multiple, parts = math.lcm(*(shape.rows for shape in shapes)), math.lcm(*(shape.sequence for shape in shapes))
+    rows, length = config.training.rows_per_microbatch, row_length(config)
+    return Packing(_up(length, parts), _up(rows, multiple), packing_mode(config, start.policy), multiple)
+
+
+def _up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
 
 
 def check_routing(config: Config, policy: Policy) -> None:
@@ -118,15 +138,15 @@ def packing_mode(config: Config, policy: Policy) -> str:
 
 
 def _penalties(
-    config: Config, groups: Sequence[Group], score: Callable, placement: Placement, layout: Packing
+    config: Config, groups: Sequence[Group], score: Callable[[Batch], tuple[Array, Array]], packing: Packing
 ) -> tuple[Penalties, float | None]:
     """`kl_beta` times the KL estimate at every sampled token, by group and member; and the mean of k3.
 
     The tokens are found again in the packed arrays by the number each carries in its version's place.
     """
     algorithm, marked = config.algorithm, numbered(groups)
-    batch = pack(marked, [[0.0] * len(group.trajectories) for group in groups], minibatch_size(config), layout)
-    policy, reference = score(placement.batch(batch))
+    batch = pack(marked, [[0.0] * len(group.trajectories) for group in groups], minibatch_size(config), packing)
+    policy, reference = score(batch)
     difference, trained = jnp.asarray(policy) - jnp.asarray(reference), np.asarray(batch.loss_mask)
     values = algorithm.kl_beta * np.asarray(ESTIMATORS[algorithm.kl_estimator](difference), np.float64)
     flat = np.zeros(

@@ -39,7 +39,6 @@ __all__ = [
     "fingerprint",
     "groups",
     "load_config",
-    "mesh_devices",
     "minibatch_size",
     "minibatches",
     "model_id",
@@ -262,19 +261,6 @@ def evaluation_seeds(config: Config) -> tuple[int, ...]:
         return seeds
     start = max(seeds, default=-1) + 1
     return (*seeds, *range(start, start + count - len(seeds)))[:count]
-
-
-def mesh_devices(config: Config, available: int) -> int:
-    """How many of the `available` devices the run uses; `ConfigError` when there are too few or rows do not split."""
-    count, rows = config.mesh.fsdp or available, config.training.rows_per_microbatch
-    if count > available:
-        raise ConfigError("config", [f"mesh.fsdp: {count} devices, but {available} found; use <= {available}, or 0 for all"])
-    if rows % count:
-        better = -(-rows // count) * count
-        raise ConfigError(
-            "config", [f"training.rows_per_microbatch: {rows} rows do not split over {count} devices; use {better}"]
-        )
-    return count
 
 
 if __name__ == "__main__":

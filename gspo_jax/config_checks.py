@@ -141,10 +141,22 @@ def across(values: Mapping[str, Any]) -> Iterator[str]:
         )
     if length and context is not None and length < context:
         yield f"training.row_length: {length} cannot hold serving.context_length = {context} tokens; use 0 or >= {context}"
-    rows, devices = values["training.rows_per_microbatch"], values["mesh.fsdp"]
-    if rows and devices and rows % devices:
-        up = -(-rows // devices) * devices
-        yield f"training.rows_per_microbatch: {rows} rows do not split over mesh.fsdp = {devices} devices; use {up}"
+    yield from _reference(values)
+
+
+def _reference(values: Mapping[str, Any]) -> Iterator[str]:
+    """A KL refers to a policy that has to be somewhere."""
+    beta, count = values["algorithm.kl_beta"], values["compute.topology.gpus_for_ref"]
+    where = values["compute.topology.reference_placement"]
+    if where == "none" and beta:
+        yield (
+            f'compute.topology.reference_placement: "none", but algorithm.kl_beta = {beta} refers to a reference policy; '
+            'use "shared", or kl_beta = 0'
+        )
+    if where == "dedicated" and count == 0:
+        yield 'compute.topology.gpus_for_ref: 0, but reference_placement = "dedicated" needs at least 1'
+    if where == "shared" and count:
+        yield f'compute.topology.gpus_for_ref: {count}, but reference_placement = "shared" needs none; use "dedicated"'
 
 
 def _filtered_sampling(values: Mapping[str, Any]) -> Iterator[str]:

@@ -6,15 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-
 from gspo_jax import checkpoint, runlog
 from gspo_jax.build import build_trainer
 from gspo_jax.commands import recorded_config, run_command
-from gspo_jax.config import mesh_devices
 from gspo_jax.digest import params_digest
+from gspo_jax.mesh import mesh_of
 from gspo_jax.runlog import RunError
-from gspo_jax.sharding import place
 from gspo_jax.start import check_frozen, load_start
 from gspo_jax.train import TrainingError
 
@@ -42,16 +39,15 @@ def replay(run_dir: Path, last: int | None = None) -> Iterator[Replayed]:
     logged = {r["step"]: {"params": r["params"], "batch": r["batch"]} for r in runlog.read_lines(run_dir / "digests.jsonl")}
     if not logged or (last is not None and last not in logged):
         raise RunError(f"{run_dir}/digests.jsonl has no step {last if last is not None else 0}; it has {len(logged)} steps")
-    begin = load_start(config)
+    begin = load_start(config, mesh_of(config))
     check_frozen(begin, run_dir)
-    placement = place(mesh_devices(config, len(jax.devices())))
-    trainer = build_trainer(config, begin, placement)
-    state = jax.jit(trainer.learner.init)(placement.state(begin.params))
+    trainer = build_trainer(config, begin)
+    state = trainer.init(begin.params)
     del begin
     directory = run_dir / "checkpoints"
     if last is not None and (start := _checkpoint_before(directory, last)) is not None:
         state, _ = checkpoint.restore(directory, start, state)
-    update = jax.jit(trainer.learner.update, donate_argnums=0)
+    update = trainer.compiled(state)
     for step in range(int(state.step), (max(logged) if last is None else last) + 1):
         file = runlog.rollout_file(run_dir, step)
         try:

@@ -193,10 +193,12 @@ class Topology(Section):
 
     type: str = idle("single_node_split", "name of the layout")
     gpus_for_vllm: int = key(0, "GPUs for sampling with vLLM, over all its servers", ge=0)
-    gpus_for_training: int = key(0, "GPUs for updates: those of vLLM come after them", ge=0)
-    gpus_for_ref: int = idle(0, "GPUs for the reference model", ge=0)
+    gpus_for_training: int = key(0, "GPUs for updates, the first ones; 0: all that the others leave", ge=0)
+    gpus_for_ref: int = key(0, "GPUs for the reference of a KL, after those for updates and before those of vLLM", ge=0)
     tensor_parallel: int = key(1, "GPUs over which one vLLM server splits the model", ge=1)
-    reference_placement: Literal["none", "shared", "dedicated"] = idle("none", "where the reference model lives")
+    reference_placement: Literal["none", "shared", "dedicated"] | None = key(
+        None, "where the reference of a KL lives: on the GPUs for updates, or on its own; default: on its own if it has any"
+    )
 
 
 class Compute(Section):
@@ -383,9 +385,14 @@ class Serving(Section):
 
 
 class Mesh(Section):
-    """Devices."""
+    """Devices: the product of the four is how many are used."""
 
-    fsdp: int = key(1, "devices over which batch rows and state are sharded; 0: all", ge=0)
+    replica: int = key(1, "copies of the whole state; rows are split over them", ge=1)
+    fsdp: int = key(0, "devices over which rows and state are split; 0: what the other three leave", ge=0)
+    tensor: int = key(1, "devices over which heads and features of every layer are split", ge=1)
+    sequence: int = key(
+        1, "devices over which the tokens of each row are split, for long rows; they split the state, too", ge=1
+    )
 
 
 class Run(Section):

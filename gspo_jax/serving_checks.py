@@ -54,5 +54,7 @@ def _gpus(config: Config) -> Iterator[str]:
         yield "compute.topology.gpus_for_training: must be >= 1 when gpus_for_vllm is given: servers get the GPUs after them"
     if topology.tensor_parallel > 1 and not given:
         yield f"compute.topology.gpus_for_vllm: {topology.tensor_parallel} GPUs (tensor_parallel) must be given to each server"
-    if given and config.mesh.fsdp > max(topology.gpus_for_training, 1):
-        yield f"mesh.fsdp: {config.mesh.fsdp} is more than compute.topology.gpus_for_training = {topology.gpus_for_training}"
+    mesh = config.mesh
+    devices = mesh.replica * max(mesh.fsdp, 1) * mesh.tensor * mesh.sequence
+    if given and devices > max(topology.gpus_for_training, 1):
+        yield f"mesh: {devices} devices are more than compute.topology.gpus_for_training = {topology.gpus_for_training}"

@@ -7,19 +7,22 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from gspo_jax import adapters, peft, runlog
-from gspo_jax.adapters import Adapter, UnknownTarget
+from gspo_jax.adapters import Adapter, UnknownTarget, adapter_sizes, adapter_table
 from gspo_jax.config import ConfigError, model_id
 from gspo_jax.digest import params_digest
 from gspo_jax.models.quantize import is_quantized, matrix, nbytes, quantize
+from gspo_jax.parallel import splits_heads
 from gspo_jax.policy import Policy, compute_leaf, describe_policy, load_params, save_policy
 from gspo_jax.pretrained import looks_like_id, resolve_model
 from gspo_jax.runlog import RunError
 from gspo_jax.sections import Config
+from gspo_jax.sharding import WHOLE, Layout, layout_of
 from gspo_jax.types import Params
 from serving_bridge.convert import folder_tensors
-from serving_bridge.trees import get, leaves, put
+from serving_bridge.trees import get, leaves, named, put
 from serving_bridge.weights import leaf_shape, tensor_names
 
 PREFIX = re.compile(r"(?:ft|fft|qft|rl):(?P<base>[^:]+):(?P<run>[A-Za-z0-9][A-Za-z0-9._-]*)")
@@ -42,6 +45,8 @@ class Start:
     """What an adapter is recorded to belong to."""
     fresh: bool = True
     """Whether the adapter leaves the model as it is, as before its first step."""
+    layout: Layout = WHOLE
+    """Where parameters and batches are on the mesh; those of `params` and `frozen` are there."""
 
     def whole(self, params: Params, frozen: Params | None) -> Params:
         """The parameters the model computes with."""
@@ -105,8 +110,8 @@ class Source(NamedTuple):
     """What an adapter is recorded to belong to: an id that any machine resolves, or a folder."""
 
 
-def load_start(config: Config) -> Start:
-    """What the config's `[model]` and `[training.lora]` describe.
+def load_start(config: Config, mesh: Mesh | None = None) -> Start:
+    """What the config's `[model]` and `[training.lora]` describe, on a mesh if there is one.
 
     A `source` that is a PEFT folder is gone on with in the modes lora and qlora, and added to its base model in the mode full.
     Raises ConfigError, ModelNotFoundError, WeightError.
@@ -114,17 +119,43 @@ def load_start(config: Config) -> Start:
     source = locate(config)
     policy = describe_policy(source.model, compute_dtype=config.model.compute_dtype, remat=config.model.remat)
     adapter, sizes = plan_adapter(config, policy, source), policy.config.sizes()
+    check_sequence(config, policy)
+    layout = start_layout(mesh, policy, adapter)
     if adapter is None:
-        params = load_params(policy, policy.folder)
+        params = load_params(policy, policy.folder, put=layout.leaf)
         if source.adapter:
-            params = adapters.merged(*peft.load_adapter(source.adapter, policy.table, sizes), params, sizes)
-        return Start(policy, params)
+            params = layout.state(adapters.merged(*peft.load_adapter(source.adapter, policy.table, sizes), params, sizes))
+        return Start(policy, params, layout=layout)
     if source.adapter:
         _, params = peft.load_adapter(source.adapter, policy.table, sizes)
     else:
         params = adapters.init_adapter(adapter, sizes, config.run.seed)
-    frozen = load_frozen(policy, config.training.lora.quantization if config.model.trainer_mode == "qlora" else None)
-    return Start(policy, params, frozen, adapter, source.name, fresh=source.adapter is None)
+    frozen = load_frozen(policy, config.training.lora.quantization if config.model.trainer_mode == "qlora" else None, layout)
+    return Start(policy, layout.state(params), frozen, adapter, source.name, source.adapter is None, layout)
+
+
+def start_layout(mesh: Mesh | None, policy: Policy, adapter: Adapter | None) -> Layout:
+    """The layout of a policy and the adapter on it, if any."""
+    if adapter is None:
+        return layout_of(mesh, policy.table, policy.config.sizes())
+    return layout_of(mesh, (*policy.table, *adapter_table(adapter)), adapter_sizes(adapter, policy.config.sizes()))
+
+
+def check_sequence(config: Config, policy: Policy) -> None:
+    """ConfigError where `mesh.sequence` does not divide the heads that its devices exchange."""
+    mesh, c = config.mesh, policy.config
+    mine = (
+        c.num_attention_heads // mesh.tensor
+        if splits_heads(c.num_attention_heads, c.num_key_value_heads, mesh.tensor)[0]
+        else c.num_attention_heads
+    )
+    heads = {"attention heads of a device": mine}
+    if c.recurrent:
+        heads["heads of linear attention"] = c.linear_num_key_heads
+    for name, count in heads.items():
+        if count % mesh.sequence:
+            raise ConfigError("config", [f"mesh.sequence: {mesh.sequence} devices do not divide the {count} {name} of "
+                                         f"{policy.architecture} among them; use a divisor of {count}"])  # fmt: skip
 
 
 def plan_adapter(config: Config, policy: Policy, source: Source) -> Adapter | None:
@@ -154,7 +185,7 @@ def plan_adapter(config: Config, policy: Policy, source: Source) -> Adapter | No
     return found
 
 
-def load_frozen(policy: Policy, qtype: str | None) -> Params:
+def load_frozen(policy: Policy, qtype: str | None, layout: Layout = WHOLE) -> Params:
     """Weights nobody trains, leaf by leaf in the compute type; with `qtype` (nf4, int8) the kernels quantized."""
     kernels = {row.path: row for row in adapters.kernel_rows(policy.table)}
 
@@ -162,8 +193,9 @@ def load_frozen(policy: Policy, qtype: str | None) -> Params:
         row = kernels.get(path)
         if qtype and row is not None:
             stack, inputs = adapters.kernel_axes(row)
-            return quantize(jnp.asarray(leaf), inputs, stack, qtype, policy.dtype)
-        return compute_leaf(path, jnp.asarray(leaf), policy.dtype)
+            found = quantize(jnp.asarray(leaf), inputs, stack, qtype, policy.dtype)
+            return get(layout.state(named(path, found)), path)
+        return compute_leaf(path, layout.leaf(path, leaf), policy.dtype)
 
     return load_params(policy, policy.folder, put=keep)
 

@@ -15,17 +15,15 @@ from gspo_jax import checkpoint, runlog
 from gspo_jax.background import Background
 from gspo_jax.build import Trainer, build_trainer, check_capabilities
 from gspo_jax.collecting import Collector
-from gspo_jax.config import mesh_devices
 from gspo_jax.config_report import total_steps
 from gspo_jax.digest import params_digest
 from gspo_jax.evaluate import Evaluation, evaluate, evaluation_problems
 from gspo_jax.guards import PATIENCE, check
 from gspo_jax.host import use_first_gpus
-from gspo_jax.learner import Learner
+from gspo_jax.mesh import mesh_of
 from gspo_jax.metrics import finite, rollout_metrics, with_aliases
 from gspo_jax.rollouts import AnyTask, Rollouts, open_rollouts
 from gspo_jax.sections import Config
-from gspo_jax.sharding import Placement, place
 from gspo_jax.start import Start, check_frozen, load_start
 from gspo_jax.types import Metrics, TrainState
 from gspo_jax.watcher import Step, Watcher
@@ -58,11 +56,11 @@ def train(
     replays to the same bits. What a killed run had played ahead is played anew when it is resumed.
     """
     check_capabilities(config)
-    use_first_gpus(config.compute.topology.gpus_for_training if config.serving.engine == "vllm" else 0)
+    topology = config.compute.topology
+    use_first_gpus(topology.gpus_for_training + topology.gpus_for_ref if config.serving.engine == "vllm" else 0)
     run_dir = runlog.open_run(config, run_dir or Path(config.run.dir) / config.run.name, resume=resume)
-    start = load_start(config)
-    placement = place(mesh_devices(config, len(jax.devices())))
-    trainer = build_trainer(config, start, placement)
+    start = load_start(config, mesh_of(config))
+    trainer = build_trainer(config, start)
     watching = watcher or Watcher()
 
     def on_event(event: dict[str, Any]) -> None:
@@ -71,29 +69,29 @@ def train(
 
     with ExitStack() as stack:
         stack.enter_context(runlog.lock(run_dir))
-        state, best = _first_state(trainer.learner, placement.state(start.params), run_dir, on_event, resume=resume)
+        state, best = _first_state(trainer, start.params, run_dir, on_event, resume=resume)
         frozen_digest = check_frozen(start, run_dir)
         on_event({"type": "model", "message": start.summary()})
         start = replace(start, params={})  # the state has them, and its buffers are donated
         background = Background()
         stack.callback(background.close)
-        world = open_rollouts(config, start, task=task, run_dir=run_dir, on_event=on_event, gathered=placement.gathered)
+        world = open_rollouts(config, start, task=task, run_dir=run_dir, on_event=on_event, gathered=start.layout.gathered)
         rollouts = background.enter(world)
         stack.callback(background.leave, world)
         manager = stack.enter_context(checkpoint.open_checkpoints(run_dir, config.run.keep_last))
-        update = jax.jit(trainer.learner.update, donate_argnums=0)
+        update = trainer.compiled(state)
         held_out = evaluation_problems(config, rollouts)
         history = list(runlog.read_lines(run_dir / "metrics.jsonl"))[-PATIENCE - 1 :]
-        loop = _Loop(config, start, trainer, update, placement, background, rollouts, held_out, manager, run_dir, watching,
+        loop = _Loop(config, start, trainer, update, background, rollouts, held_out, manager, run_dir, watching,
                      best, history, frozen_digest)  # fmt: skip
         yield from loop.steps(state)
 
 
 def _first_state(
-    learn: Learner, params: Any, run_dir: Path, on_event: Callable[[dict[str, Any]], None], *, resume: bool
+    trainer: Trainer, params: Any, run_dir: Path, on_event: Callable[[dict[str, Any]], None], *, resume: bool
 ) -> tuple[TrainState, float | None]:
     """A fresh state, or the newest checkpoint's; what was logged of later steps is forgotten."""
-    state = jax.jit(learn.init)(params)
+    state = trainer.init(params)
     if not resume:
         return state, None
     directory = run_dir / "checkpoints"
@@ -120,7 +118,6 @@ class _Loop:
     start: Start
     trainer: Trainer
     update: Callable[..., tuple[TrainState, Metrics]]
-    placement: Placement
     background: Background
     rollouts: Rollouts
     held_out: Sequence[Problem]

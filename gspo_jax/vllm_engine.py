@@ -204,7 +204,7 @@ def _launched(
     launch, topology = config.serving.launch, config.compute.topology
     rank = start.adapter.rank if start.adapter else 0
     model = _base_folder(config, start, run_dir)
-    per, first = topology.gpus_for_vllm // launch.servers, topology.gpus_for_training
+    per, first = topology.gpus_for_vllm // launch.servers, topology.gpus_for_training + topology.gpus_for_ref
     try:
         return [
             VllmServer(Launch(

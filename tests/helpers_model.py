@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from helpers_tokenizer import tiny_tokenizer
 
+from gspo_jax.mesh import MeshShape, make_mesh
 from gspo_jax.models import llama
 from gspo_jax.policy import Policy, save_policy
+from gspo_jax.sharding import Layout, layout_of
 from gspo_jax.types import Batch, Params
 from rollout.types import Group, Problem, Trajectory, Turn
 from serving_bridge.weights import leaf_shape
@@ -76,6 +78,13 @@ def tiny_model_folder(path: Path, seed: int = 0, **overrides: Any) -> Path:
         tokenizer.save_pretrained(side)
         save_policy(replace(policy, folder=Path(side)), params, path, dtype="float32")
     return path
+
+
+def on(devices: int | MeshShape, policy: Policy | None = None) -> Layout:
+    """A layout on so many devices along `fsdp`, or on a mesh; of the policy's leaves, if there is one."""
+    shape = devices if isinstance(devices, MeshShape) else MeshShape(fsdp=devices)
+    mesh = make_mesh(shape) if shape.devices > 1 else None
+    return layout_of(mesh, policy.table if policy else (), policy.config.sizes() if policy else {})
 
 
 def turn(prompt: Sequence[int], completion: Sequence[int], logprobs: Sequence[float] | None = None) -> Turn:

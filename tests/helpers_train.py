@@ -58,6 +58,7 @@ def base(model: Path) -> dict[str, Any]:
             "log_interval": 1,
         },
         "evaluation": {"instances": 2, "every_n_iters": 2},
+        "mesh": {"fsdp": 1},
         "serving": {"slots": 8, "context_length": 64},
         "run": {"checkpoint_every": 2, "keep_last": 2},
     }

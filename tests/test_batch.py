@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers_model import done, group, micro, tiny_policy, turn, void
+from helpers_model import done, group, micro, on, tiny_policy, turn, void
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gspo_jax.batch import Packing, pack, segments_of
 from gspo_jax.losses import gspo
 from gspo_jax.policy import logprobs_of
-from gspo_jax.sharding import place
 from gspo_jax.types import Batch
 from rollout.types import Group, Trajectory
 
@@ -313,8 +312,8 @@ def test_alg_14_seven_of_eight_give_the_update_of_the_seven():
         return jax.value_and_grad(loss, has_aux=True)(params)
 
     (expected, count), grads = part(table, micro(seven))
-    placement = place(4)
-    (loss, same), found = part(placement.state(table), jax.tree.map(lambda x: x[0, 0], placement.batch(filtered)))
+    layout = on(4)
+    (loss, same), found = part(layout.state(table), jax.tree.map(lambda x: x[0, 0], layout.batch(filtered)))
     assert count == same == 7
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     np.testing.assert_allclose(found["table"], grads["table"], rtol=1e-5, atol=1e-8)

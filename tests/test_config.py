@@ -21,7 +21,6 @@ from gspo_jax.config import (
     fingerprint,
     groups,
     load_config,
-    mesh_devices,
     minibatch_size,
     minibatches,
     model_id,
@@ -35,6 +34,7 @@ from gspo_jax.config import (
     unused_keys,
 )
 from gspo_jax.config_report import SPELLINGS
+from gspo_jax.mesh import mesh_shape
 from gspo_jax.sections import Config, Guards, acts, keys, tables
 
 ROOT = Path(__file__).parent.parent
@@ -293,8 +293,6 @@ def test_cfg_07_batches_that_do_not_divide_are_refused_with_both_numbers_and_a_f
     assert "16 episodes do not split into minibatches of 5; use batch_size = 4 or 8" in line
     (line,) = problems("training.batch_size = 32")
     assert line.endswith("use batch_size = 16")
-    (line,) = problems("training.rows_per_microbatch = 8\nmesh.fsdp = 3")
-    assert line == "training.rows_per_microbatch: 8 rows do not split over mesh.fsdp = 3 devices; use 9"
     (line,) = problems("training.group_size = 1")
     assert line == "training.group_size: 1 must be greater than or equal to 2"
 
@@ -370,13 +368,33 @@ def test_unreadable_files_are_named(tmp_path):
         assert str(caught.value).startswith(str(path))
 
 
-def test_mesh_devices_are_checked_against_the_machine():
-    config, _ = parse("mesh.fsdp = 0\ntraining.rows_per_microbatch = 8")
-    assert mesh_devices(config, 4) == 4
-    with pytest.raises(ConfigError, match="8 rows do not split over 3 devices; use 9"):
-        mesh_devices(config, 3)
-    with pytest.raises(ConfigError, match="2 devices, but 1 found"):
-        mesh_devices(parse("mesh.fsdp = 2\ntraining.rows_per_microbatch = 2")[0], 1)
+def test_mesh_is_checked_against_the_machine():
+    assert mesh_shape(parse("")[0], 4) == (1, 4, 1, 1)
+    assert mesh_shape(parse("mesh = {replica = 2, tensor = 2}")[0], 8) == (2, 2, 2, 1)
+    assert mesh_shape(parse("mesh = {fsdp = 2, sequence = 2}")[0], 8) == (1, 2, 1, 2)
+    with pytest.raises(ConfigError, match="do not divide"):
+        mesh_shape(parse("mesh.tensor = 2")[0], 3)
+    with pytest.raises(ConfigError, match="fsdp 2 = 2 devices, but 1 found; make the product <= 1"):
+        mesh_shape(parse("mesh.fsdp = 2")[0], 1)
+
+
+def test_topology_gives_the_first_devices_to_training():
+    """A laptop that has fewer trains on what it has."""
+    text = "compute.topology = {gpus_for_training = 3, gpus_for_vllm = 4, gpus_for_ref = 1}"
+    assert mesh_shape(parse(text)[0], 8) == (1, 3, 1, 1)
+    assert mesh_shape(parse(text)[0], 1) == (1, 1, 1, 1)
+    kept = parse("algorithm.kl_beta = 0.1\ncompute.topology.gpus_for_ref = 2")[0]
+    assert mesh_shape(kept, 8) == (1, 6, 1, 1)
+
+
+def test_a_reference_has_to_be_somewhere():
+    for text, words in (
+        ('algorithm.kl_beta = 0.1\ncompute.topology.reference_placement = "none"', "refers to a reference policy"),
+        ('compute.topology.reference_placement = "dedicated"', "needs at least 1"),
+        ('compute.topology = {reference_placement = "shared", gpus_for_ref = 1}', 'use "dedicated"'),
+    ):
+        (line,) = problems(text)
+        assert words in line
 
 
 names = st.text(string.ascii_lowercase + "_-", min_size=1, max_size=16).filter(lambda s: s.strip("-_"))
@@ -553,8 +571,6 @@ READ_BY_HELPER = {
     "training.iterations_per_epoch": "total_steps",
     "training.batch_size": "minibatches|minibatch_size",
     "training.row_length": "row_length",
-    "training.rows_per_microbatch": "mesh_devices",
-    "mesh.fsdp": "mesh_devices",
     "evaluation.instances": "evaluation_seeds",
     "evaluation.seeds": "evaluation_seeds",
 }
@@ -574,6 +590,7 @@ READ_DIRECTLY = {
     "guards": "dead_ratio flat_groups first_mismatch clip_fraction mismatch mismatch_alarm mismatch_stop truncation",
     "services": "api_key_env headers timeout_s",
     "model": "trainer_mode label compute_dtype remat",
+    "mesh": "replica fsdp tensor sequence",
     "policy": "max_tokens temperature stop_sequences",
     "rollout": "env_name policy_name max_turns max_concurrent_rollouts env_config policy_config ops timeout_s max_attempts"
     " max_staleness max_void",
@@ -584,7 +601,7 @@ READ_DIRECTLY = {
     "optimizer": "beta1 beta2 eps weight_decay max_grad_norm warmup_steps schedule",
     "serving": "engine slots context_length host urls token_env transport dtype rounding delta address sync_timeout_s",
     "serving.launch": "python servers extra_args start_timeout_s max_restarts",
-    "compute.topology": "gpus_for_vllm gpus_for_training tensor_parallel",
+    "compute.topology": "gpus_for_vllm gpus_for_training gpus_for_ref tensor_parallel reference_placement",
     "training.weight_sync": "verify_every_k",
     "run": "name seed dir checkpoint_every keep_last log_rollouts",
 }

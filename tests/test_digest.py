@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers_model import random_groups
+from helpers_model import on, random_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax.batch import Packing, pack
 from gspo_jax.digest import batch_digest, params_digest
-from gspo_jax.sharding import place
 
 TREE = {
     "a": np.arange(48, dtype=np.float32).reshape(8, 6),
@@ -57,11 +57,14 @@ def test_path_shape_and_type_are_part_of_it():
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_digest_does_not_depend_on_where_the_bits_lie(devices: int):
-    placed = place(devices).state(jax.tree.map(jnp.asarray, TREE))
+    layout = on(devices)
+    split = NamedSharding(layout.mesh, PartitionSpec("fsdp"))
+    placed = layout.state(jax.tree.map(jnp.asarray, TREE))
+    placed = placed | {"a": jax.device_put(TREE["a"], split)}
     assert len(placed["a"].sharding.device_set) == devices
     assert not placed["a"].sharding.is_fully_replicated
     assert params_digest(placed) == params_digest(TREE)
-    gathered = place(devices).gathered(placed)
+    gathered = layout.gathered(placed)
     assert len(gathered["a"].sharding.device_set) == 1
     assert params_digest(gathered) == params_digest(TREE)
 

@@ -16,7 +16,6 @@ from gspo_jax.models.experts import Experts
 from gspo_jax.models.layers import Spots
 from gspo_jax.models.quantize import matrix, quantize
 from gspo_jax.policy import load_policy, save_policy
-from gspo_jax.sharding import place
 from serving_bridge import trees
 from serving_bridge.convert import Weight, WeightError
 from serving_bridge.weights import check_table
@@ -194,7 +193,7 @@ def test_a_rematerialized_model_on_eight_devices_is_the_same_model():
     np.testing.assert_array_equal(routing.load.sum(1), 2 * IDS.size)
     mesh = jax.sharding.Mesh(jax.devices(), ("fsdp",))
     rows = jax.device_put(IDS, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp")))
-    (found, other), gradients = again(place(8).state(params), rows)
+    (found, other), gradients = again(params, rows)
     np.testing.assert_allclose(found, value, rtol=1e-5)
     np.testing.assert_array_equal(other.choices, routing.choices)
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-4), gradients, grads)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers_model import VOCAB, done, group, random_groups, tiny_policy, turn
+from helpers_model import VOCAB, done, group, on, random_groups, tiny_policy, turn
 
 from gspo_jax import policy
 from gspo_jax.batch import Packing, pack
@@ -13,7 +13,6 @@ from gspo_jax.learner import learner
 from gspo_jax.objective import VARIETIES, build_objective
 from gspo_jax.policy import logprobs_of
 from gspo_jax.sections import Algorithm
-from gspo_jax.sharding import place
 from gspo_jax.types import Batch
 
 LAYOUTS = (Packing(32, 2, "padded"), Packing(32, 2, "packed"), Packing(32, 2, "shared_prefix"))
@@ -139,11 +138,11 @@ def table_logprobs(params, batch: Batch):
 
 def step(packing: Packing, *, devices: int = 1, donate: bool = False):
     """Parameters and metrics after one update of two minibatches under GSPO-token with every penalty and correction."""
-    objective, placement = build_objective(STEP, 30), place(devices)
+    objective, layout = build_objective(STEP, 30), on(devices)
     found = learner(table_logprobs, objective.loss, optax.sgd(5.0), max_grad_norm=10.0, prepare=objective.prepare)
     params = {"table": jnp.asarray(np.random.default_rng(1).standard_normal((VOCAB, VOCAB)), jnp.float32)}
     update = jax.jit(found.update, donate_argnums=0 if donate else ())
-    state, metrics = update(placement.state(found.init(params)), placement.batch(step_batch(packing)))
+    state, metrics = update(layout.state(found.init(params)), layout.batch(step_batch(packing)))
     return np.asarray(state.params["table"]), {name: float(x) for name, x in metrics.items()}
 
 

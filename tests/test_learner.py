@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers_model import VOCAB, done, group, random_groups, tiny_policy, turn, void
+from helpers_model import VOCAB, done, group, on, random_groups, tiny_policy, turn, void
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +18,6 @@ from gspo_jax.corrections import geometric_filter, prepare
 from gspo_jax.learner import Learner, learner
 from gspo_jax.losses import gspo
 from gspo_jax.policy import logprobs_of
-from gspo_jax.sharding import place
 from gspo_jax.types import Batch, Mean, TrainState
 from rollout.types import Group
 
@@ -157,10 +156,10 @@ def test_void_trajectories_are_in_nothing(reference):
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_update_does_not_depend_on_the_device_count(reference, devices: int):
-    placement = place(devices)
-    state = placement.state(TABLE.init(table_params()))
+    layout = on(devices)
+    state = layout.state(TABLE.init(table_params()))
     assert len(state.params["table"].sharding.device_set) == devices
-    batch = placement.batch(small_batch(0, packing=Packing(24, 8, "padded")))
+    batch = layout.batch(small_batch(0, packing=Packing(24, 8, "padded")))
     assert not batch.tokens.sharding.is_fully_replicated
     found = table_update(state, batch)
     assert_same_update(found, reference(0))
@@ -170,9 +169,9 @@ def test_shd_08_rows_that_fill_a_mesh_are_trained_as_nothing():
     """Five rows on a mesh of four, filled up to eight: loss, step and every metric of the five."""
     groups = [group(*random_groups(5, 1, 5)[0].trajectories)]
     rows = advantages_of(groups)
-    placement = place(4)
-    batch = placement.batch(pack(groups, rows, 5, Packing(24, 8, "padded")))
-    padded = table_update(placement.state(TABLE.init(table_params())), batch)
+    layout = on(4)
+    batch = layout.batch(pack(groups, rows, 5, Packing(24, 8, "padded")))
+    padded = table_update(layout.state(TABLE.init(table_params())), batch)
     plain = table_update(TABLE.init(table_params()), pack(groups, rows, 5, Packing(24, 5, "padded")))
     assert_same_update(padded, plain)
 
@@ -181,12 +180,12 @@ def test_shd_08_rows_that_fill_a_mesh_are_trained_as_nothing():
 def llama():
     """The tiny model's update, and the result of it on one device in the plainest layout."""
     policy, params = tiny_policy(num_hidden_layers=1)
-    found = learner(logprobs_of(policy), gspo, optax.sgd(0.5), max_grad_norm=0.05)
-    update = jax.jit(found.update)
 
     def run(packing: Packing, devices: int = 1):
-        placement = place(devices)
-        return update(placement.state(found.init(params)), placement.batch(small_batch(1, packing=packing)))
+        layout = on(devices, policy)
+        found = learner(logprobs_of(policy, layout=layout), gspo, optax.sgd(0.5), max_grad_norm=0.05)
+        update = jax.jit(found.update)
+        return update(layout.state(found.init(params)), layout.batch(small_batch(1, packing=packing)))
 
     return run, run(Packing(16, 8, "padded"))
 

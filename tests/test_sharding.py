@@ -1,48 +1,92 @@
-"""Placement: what is split, what is whole, and that nothing but the place changes."""
+"""The mesh: what is split and what is whole, the same update on every shape, and which collectives that takes."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers_model import random_groups, tiny_policy
+from helpers_model import on, random_groups, tiny_policy
 from jax.sharding import PartitionSpec as P
 
 from gspo_jax.batch import Packing, pack
-from gspo_jax.sharding import place
+from gspo_jax.learner import learner
+from gspo_jax.losses import gspo
+from gspo_jax.mesh import MeshShape
+from gspo_jax.parallel import STORE, splits_heads
+from gspo_jax.policy import logprobs_of
+from gspo_jax.sharding import leaf_spec, quantized_spec
+from serving_bridge.weights import Weight
 
-
-def test_one_device_is_the_identity():
-    placement, tree = place(1), {"a": np.ones(3)}
-    assert placement.state(tree) is tree
-    assert placement.gathered(tree) is tree
+SIZES = {"v": 151936, "d": 2560, "f": 9728, "l": 36, "n": 32, "k": 8, "h": 128, "r": 16}
+"""Of Qwen3-4B."""
+KEY = Weight("layers/attention/key/kernel", "model.layers.{l}.self_attn.k_proj.weight", "(k h) d -> d k h")
+OUT = Weight("layers/attention/out/kernel", "model.layers.{l}.self_attn.o_proj.weight", "d (n h) -> n h d")
+DOWN = Weight("layers/mlp/down/kernel", "model.layers.{l}.mlp.down_proj.weight", "d f -> f d")
+NORM = Weight("layers/mlp_norm/scale", "model.layers.{l}.post_attention_layernorm.weight", "d -> d")
+WORDS = Weight("embedding", "model.embed_tokens.weight", "v d -> v d")
 
 
 @pytest.mark.parametrize(
-    ("shape", "spec"),
-    [((8, 24), P(None, "fsdp")), ((24, 8), P("fsdp", None)), ((3, 8), P(None, "fsdp")), ((3, 5), P()), ((), P())],
+    ("row", "shape", "spec"),
+    [
+        (KEY, (1, 8, 1, 1), P(None, STORE)),
+        (KEY, (1, 4, 2, 1), P(None, STORE, "tensor")),
+        (OUT, (1, 4, 2, 1), P(None, "tensor", None, STORE)),
+        (DOWN, (1, 2, 2, 2), P(None, "tensor", STORE)),
+        (DOWN, (2, 1, 1, 1), P()),
+        (NORM, (1, 4, 2, 1), P()),
+        (WORDS, (1, 4, 2, 1), P("tensor", STORE)),
+        (WORDS, (1, 8, 1, 1), P(STORE)),
+    ],
 )
-def test_leaf_is_split_over_its_largest_axis_that_divides(shape: tuple[int, ...], spec: P):
-    x = jnp.arange(int(np.prod(shape)), dtype=jnp.float32).reshape(shape)
-    placed = place(4).state(x)
-    expected = jax.sharding.NamedSharding(placed.sharding.mesh, spec)
-    assert placed.sharding.is_equivalent_to(expected, x.ndim)
-    np.testing.assert_array_equal(placed, x)
+def test_letters_say_what_is_split(row: Weight, shape: tuple, spec: P):
+    assert leaf_spec(row, SIZES, MeshShape(*shape)) == spec
+
+
+def test_three_devices_split_layers_where_nothing_else_divides():
+    """2560, 9728, 32, 8 and 128 are not multiples of three; 36 layers are."""
+    three = MeshShape(fsdp=3)
+    assert all(leaf_spec(row, SIZES, three) == P(STORE) for row in (KEY, OUT, DOWN))
+    assert leaf_spec(WORDS, SIZES, three) == P()
+
+
+def test_key_heads_fewer_than_devices_stay_whole():
+    assert splits_heads(32, 8, 8) == (True, True)
+    assert splits_heads(32, 8, 16) == (True, False)
+    assert splits_heads(9, 3, 2) == (False, False)
+    assert splits_heads(12, 4, 6) == (False, False)
+    assert leaf_spec(KEY, SIZES, MeshShape(tensor=16)) == P()
+    assert leaf_spec(OUT, SIZES, MeshShape(tensor=16)) == P(None, "tensor")
+
+
+def test_quantized_kernels_are_split_with_their_scales():
+    assert quantized_spec(DOWN, SIZES, MeshShape(fsdp=4)) == P(None, None, STORE)
+    assert quantized_spec(DOWN, SIZES, MeshShape(fsdp=2, tensor=2)) == P(None, "tensor", STORE)
+    assert quantized_spec(OUT, SIZES, MeshShape(tensor=2)) == P(None, "tensor")
+    with pytest.raises(ValueError, match="tiles of quantized features do not divide"):
+        quantized_spec(DOWN, SIZES | {"f": 96}, MeshShape(tensor=4))
+
+
+def test_one_device_is_the_identity():
+    layout, tree = on(1), {"a": np.ones(3)}
+    assert layout.state(tree) is tree
+    assert layout.gathered(tree) is tree
 
 
 def test_each_device_holds_its_part_of_masters_and_moments():
-    """Four devices: a quarter of the bytes each, but for leaves no axis of which divides."""
-    _, params = tiny_policy(vocab_size=100)
-    state = place(4).state((params, optax.adamw(1e-3).init(params)))
+    """Four devices: a quarter of the bytes each, but for the norms."""
+    policy, params = model()
+    state = on(4, policy).state((params, optax.adamw(1e-3).init(params)))
     total = sum(x.nbytes for x in jax.tree.leaves(state))
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
     assert held < 0.26 * total
 
 
 def test_batch_rows_are_split_and_counts_whole():
-    groups = random_groups(0, 2, 4)
-    host = pack(groups, [[1.0] * 4] * 2, 4, Packing(24, 4, "padded"))
-    batch = place(4).batch(host)
+    host = pack(random_groups(0, 2, 4), [[1.0] * 4] * 2, 4, Packing(24, 4, "padded"))
+    batch = on(MeshShape(replica=2, fsdp=2)).batch(host)
     assert batch.proximal_logprobs is None
     assert batch.trajectories.sharding.is_fully_replicated
     for name, x in batch._asdict().items():
@@ -53,8 +97,61 @@ def test_batch_rows_are_split_and_counts_whole():
 
 
 def test_gathered_is_whole_on_one_device():
-    _, params = tiny_policy(vocab_size=100)
-    whole = place(8).gathered(place(8).state(params))
+    policy, params = model()
+    layout = on(8, policy)
+    whole = layout.gathered(layout.state(params))
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(params), strict=True):
         assert a.devices() == {jax.devices()[0]}
         np.testing.assert_array_equal(a, b)
+
+
+# The same update on every mesh
+
+
+def model(**overrides):
+    """Eight query heads on four key heads, three layers: something for every axis to divide."""
+    return tiny_policy(remat="layer", **{"vocab_size": 104, "num_attention_heads": 8, "num_key_value_heads": 4} | overrides)
+
+
+def some_batch(length: int = 48):
+    groups = random_groups(5, 2, 8)
+    rng = np.random.default_rng(0)
+    return pack(groups, [rng.standard_normal(8).tolist() for _ in groups], 8, Packing(length, 8, "shared_prefix"))
+
+
+def compiled(shape: MeshShape, policy, params):
+    """The update on a mesh, and the state it starts from."""
+    layout = on(shape, policy)
+    found = learner(logprobs_of(policy, layout=layout), partial(gspo, eps_low=3e-3, eps_high=4e-3), optax.adamw(1e-4))
+    places = layout.shardings(jax.eval_shape(found.init, params))
+    state = jax.jit(found.init, out_shardings=places)(layout.state(jax.tree.map(jnp.copy, params)))
+    update = jax.jit(found.update, donate_argnums=0, out_shardings=None if places is None else (places, None))
+    return update.lower(state, layout.batch(some_batch())).compile(), state, layout
+
+
+def three_steps(shape: MeshShape, **overrides):
+    """Parameters after three steps on a mesh, and the metrics of the last."""
+    update, state, layout = compiled(shape, *model(**overrides))
+    batch = layout.batch(some_batch())
+    for _ in range(3):
+        state, metrics = update(state, batch)
+    return jax.device_get(state.params), {name: float(x) for name, x in metrics.items()}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return three_steps(MeshShape())
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 2, 1, 1), (4, 1, 1, 1), (1, 8, 1, 1), (1, 1, 2, 1), (1, 1, 1, 4), (2, 2, 2, 1), (1, 2, 2, 2), (1, 1, 8, 1)],
+)
+def test_the_same_update_on_every_mesh(alone, shape: tuple):
+    """Parameters after three steps to 1e-6 of each leaf's largest, and the metrics."""
+    params, metrics = three_steps(MeshShape(*shape))
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(alone[0]), strict=True):
+        assert np.abs(a - b).max() <= 1e-6 * np.abs(b).max()
+    for name in ("policy/loss", "optimizer/grad_norm", "policy/ratio_max", "policy/entropy", "staleness/logprob_abs"):
+        assert metrics[name] == pytest.approx(alone[1][name], rel=1e-4, abs=1e-6), name
+    assert metrics["policy/clip_fraction_2"] == alone[1]["policy/clip_fraction_2"] > 0

@@ -23,7 +23,6 @@ from gspo_jax.learner import score_batch
 from gspo_jax.policy import load_policy, logprobs_of
 from gspo_jax.runlog import RunError
 from gspo_jax.sections import Config
-from gspo_jax.sharding import place
 from gspo_jax.start import Start, check_frozen, load_start
 from gspo_jax.types import Params
 from serving_bridge.trees import leaves
@@ -185,7 +184,7 @@ def test_the_reference_of_a_kl_is_the_policy_of_the_start(trained, folder: Path,
     config = config_from(trained[0], f"model.trainer_mode={kind}", "algorithm.kl_beta=0.1")
     start = load_start(config)
     groups = random_groups(0, 2, 4)
-    found = build_trainer(config, start, place(1)).batch(groups, start.params)
+    found = build_trainer(config, start).batch(groups, start.params)
     own = score_batch(logprobs_of(start.policy), start.whole(start.params, start.frozen), found.batch)
     np.testing.assert_allclose(found.batch.reference_logprobs, own, atol=1e-6)
     plain = score_batch(logprobs_of(start.policy), load_policy(folder)[1], found.batch)

@@ -10,7 +10,9 @@ from flax import linen as nn
 from jax import Array
 from jaxtyping import Float, Int
 
-from gspo_jax.models.layers import Cache, Context, Ints, Layer, Linear, RMSNorm, Spots, attend, context_of
+from gspo_jax import parallel
+from gspo_jax.models.embedding import embed
+from gspo_jax.models.layers import Cache, Context, Ints, Layer, Linear, RMSNorm, Spots, attend, context_of, parameter
 from gspo_jax.models.rotary import Rope, rotate
 from gspo_jax.models.settings import Settings
 from gspo_jax.models.stages import Stage, stage_name, stages
@@ -40,24 +42,27 @@ class Attention(nn.Module):
     def __call__(
         self, x: Float[Array, "b t d"], context: Context, layer: Layer, cache: Cache | None
     ) -> tuple[Float[Array, "b t d"], Cache | None]:
-        c, positions = self.config, context.spots.positions
+        c, positions = self.config, context.here.positions
         bias, out_bias = c.biases
         rope, mask = self.reach(context, layer)
+        heads = parallel.Heads.of(c.num_attention_heads, c.num_key_value_heads)
+        x = parallel.entering(x, heads.split)
 
-        def project(name: str, *axes: int) -> Array:
-            return Linear((c.hidden_size, *axes, c.head_dim), 1, bias, self.dtype, name=name)(x)
+        def project(name: str, *axes: int, split: bool) -> Array:
+            how = "out" if split else "none"
+            return Linear((c.hidden_size, *axes, c.head_dim), 1, bias, self.dtype, how, name=name)(x)
 
         def place(heads: Array, name: str) -> Array:
             if c.qk_norm:
                 heads = RMSNorm(c.rms_norm_eps, self.dtype, c.norm_offset, name=name)(heads)
             return rotate(heads, positions, rope)
 
-        q, gate = project("query", c.num_attention_heads, *((2,) if self.gated else ())), None
+        q, gate = project("query", c.num_attention_heads, *((2,) if self.gated else ()), split=heads.split), None
         if self.gated:
             q, gate = q[..., 0, :], q[..., 1, :]
         q = place(q, "query_norm")
-        k = place(project("key", c.num_key_value_heads), "key_norm")
-        v = project("value", c.num_key_value_heads)
+        k = place(project("key", c.num_key_value_heads, split=heads.split_keys), "key_norm")
+        v = project("value", c.num_key_value_heads, split=heads.split_keys)
         if cache is not None:
             rows = jnp.arange(x.shape[0])[:, None]
             cache = cache._replace(
@@ -65,11 +70,12 @@ class Attention(nn.Module):
                 values=cache.values.at[layer.slot, rows, positions].set(v, mode="drop"),
             )
             k, v = cache.keys[layer.slot], cache.values[layer.slot]
-        out = attend(q, k, v, mask, c.attention_scale)
+        out = heads.back(attend(*heads.over_rows(q, k, v), mask, c.attention_scale))
         if gate is not None:
             out *= nn.sigmoid(gate)
         shape = (c.num_attention_heads, c.head_dim, c.hidden_size)
-        return Linear(shape, 2, out_bias, self.dtype, name="out")(out), cache
+        how = "in" if heads.split else "none"
+        return Linear(shape, 2, out_bias, self.dtype, how, name="out")(out), cache
 
     def reach(self, context: Context, layer: Layer) -> tuple[Rope, Array]:
         """The rotary embedding and the mask of this layer."""
@@ -92,10 +98,11 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "b t d"]) -> Float[Array, "b t d"]:
-        wide = (self.model, self.width)
-        gate = Linear(wide, 1, self.use_bias, self.dtype, name="gate")(x)
-        up = Linear(wide, 1, self.use_bias, self.dtype, name="up")(x)
-        return Linear(wide[::-1], 1, self.use_bias, self.dtype, name="down")(self.act(gate) * up)
+        wide, split = (self.model, self.width), parallel.divides(self.width)
+        x, out, into = parallel.entering(x, split), *(("out", "in") if split else ("none", "none"))
+        gate = Linear(wide, 1, self.use_bias, self.dtype, out, name="gate")(x)
+        up = Linear(wide, 1, self.use_bias, self.dtype, out, name="up")(x)
+        return Linear(wide[::-1], 1, self.use_bias, self.dtype, into, name="down")(self.act(gate) * up)
 
 
 class Block(nn.Module):
@@ -161,13 +168,16 @@ class Decoder(nn.Module):
         experts: Int[Array, "l b t k"] | None = None,
     ) -> Output:
         c = self.config
-        table = self.param("embedding", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size), jnp.float32)
+        shape = (c.vocab_size, c.hidden_size)
+        table = parameter(self, "embedding", nn.initializers.normal(0.02), shape)
         if not c.tie_word_embeddings:
-            self.param("head", nn.initializers.normal(0.02), (c.vocab_size, c.hidden_size), jnp.float32)
-        x = jnp.take(table, tokens, axis=0).astype(self.dtype)
+            parameter(self, "head", nn.initializers.normal(0.02), shape)
+        x = embed(table, jnp.asarray(parallel.sliced(tokens, 1)), shape, self.dtype)
         if c.embedding_scale != 1:
             x *= jnp.asarray(c.embedding_scale, self.dtype)
         keys = None if cache is None else cache.keys.shape[2]
+        if experts is not None:
+            experts = parallel.sliced(experts, 2)
         context = context_of(spots, keys, c.sliding_window if any(c.sliding) else None)
         block = nn.remat(self.block, prevent_cse=False) if self.remat == "layer" else self.block
         carry, routing, plan = (x, cache), [], stages(c.kinds)

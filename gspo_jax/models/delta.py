@@ -16,6 +16,7 @@ from flax import linen as nn
 from jax import Array
 from jaxtyping import Bool, Float
 
+from gspo_jax import parallel
 from gspo_jax.models.layers import Cache, Context, Ints, Layer, Linear, RMSNorm, Spots
 
 CHUNK = 64
@@ -217,7 +218,7 @@ class GatedDelta(nn.Module):
     ) -> tuple[Float[Array, "b t d"], Cache | None]:
         valid = present(context.spots, cache)
         memory, state = self.memory(x.shape[0], layer, cache)
-        mixed = self.project("in_proj_qkv", self.sizes.channels)(x)
+        mixed = self.over_rows(self.project("in_proj_qkv", self.sizes.channels)(x))
         q, k, v = self.heads(mixed, memory, context.spots)
         gates = self.gates(x, valid, context.spots)
         if cache is not None and x.shape[1] == 1:
@@ -231,6 +232,7 @@ class GatedDelta(nn.Module):
                 state=cache.state.at[layer.slot].set(state),
             )
         z = self.project("in_proj_z", self.sizes.value_heads, self.sizes.value_size)(x)
+        out = parallel.exchanged(out, 1, 2)
         out = RMSNorm(self.eps, jnp.float32, name="norm")(out) * nn.silu(z.astype(jnp.float32))
         shape = (self.sizes.value_heads, self.sizes.value_size, self.model)
         return Linear(shape, 2, False, self.dtype, name="out_proj")(out.astype(self.dtype)), cache
@@ -242,25 +244,36 @@ class GatedDelta(nn.Module):
         """What was there before the row: the convolution's inputs and the state."""
         if cache is not None and cache.conv is not None and cache.state is not None:
             return cache.conv[layer.slot], cache.state[layer.slot]
-        state = (rows, self.sizes.value_heads, self.sizes.key_size, self.sizes.value_size)
-        return jnp.zeros((rows, self.kernel - 1, self.sizes.channels), self.dtype), jnp.zeros(state, jnp.float32)
+        parts, s = parallel.size("sequence"), self.sizes
+        state = jnp.zeros((rows, s.value_heads // parts, s.key_size, s.value_size), jnp.float32)
+        return parallel.varying((jnp.zeros((rows, self.kernel - 1, s.channels // parts), self.dtype), state))
+
+    def over_rows(self, mixed: Array) -> Array:
+        """Queries, keys and values of the tokens here and all heads, to those of whole rows and this device's heads."""
+        return jnp.concatenate([parallel.exchanged(each, 2, 1) for each in self.three(mixed)], -1)
+
+    def three(self, channels: Array, axis: int = -1, parts: int = 1) -> list[Array]:
+        """The channels of queries, keys and values (of one of so many parts of the heads)."""
+        size = self.sizes.key_heads * self.sizes.key_size // parts
+        return jnp.split(channels, (size, 2 * size), axis)
 
     def heads(self, mixed: Array, memory: Array, spots: Spots) -> tuple[Array, Array, Array]:
         """Queries, keys and values after the convolution."""
         weight = self.param("conv", nn.initializers.lecun_normal(), (self.sizes.channels, self.kernel), jnp.float32)
+        weight = jnp.concatenate([parallel.sliced(each, 0) for each in self.three(weight, 0)])
         inputs = (each.astype(jnp.float32) for each in (mixed, memory, weight))
         mixed = short_convolution(*inputs, positions=spots.positions)
-        size = self.sizes.key_heads * self.sizes.key_size
-        q, k, v = jnp.split(nn.silu(mixed), (size, 2 * size), -1)
+        q, k, v = self.three(nn.silu(mixed), parts=parallel.size("sequence"))
         q, k = (unit(rearrange(each, "b t (n i) -> b t n i", i=self.sizes.key_size)) for each in (q, k))
         return q * self.sizes.key_size**-0.5, k, rearrange(v, "b t (m j) -> b t m j", j=self.sizes.value_size)
 
     def gates(self, x: Array, valid: Array, spots: Spots) -> Gates:
         """What the tokens do to the memory; padding does nothing."""
         a, b = (self.project(f"in_proj_{name}", self.sizes.value_heads)(x).astype(jnp.float32) for name in "ab")
+        a, b = (parallel.exchanged(each, 2, 1) for each in (a, b))
         shape = (self.sizes.value_heads,)
-        log_rate = self.param("A_log", nn.initializers.zeros, shape, jnp.float32).astype(jnp.float32)
-        bias = self.param("dt_bias", nn.initializers.ones, shape, jnp.float32).astype(jnp.float32)
+        log_rate = parallel.sliced(self.param("A_log", nn.initializers.zeros, shape, jnp.float32).astype(jnp.float32), 0)
+        bias = parallel.sliced(self.param("dt_bias", nn.initializers.ones, shape, jnp.float32).astype(jnp.float32), 0)
         log_decay = -jnp.exp(log_rate) * nn.softplus(a + bias)
         beta, there = nn.sigmoid(b), valid[..., None]
         return Gates(jnp.where(there, log_decay, 0), jnp.where(there, beta, 0), valid & (spots.positions == 0))

@@ -9,8 +9,8 @@ from flax import linen as nn
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from gspo_jax.models.layers import parameter
-from gspo_jax.models.quantize import matrix
+from gspo_jax import parallel
+from gspo_jax.models.layers import computed, parameter
 from gspo_jax.models.tables import Rows
 
 
@@ -35,7 +35,7 @@ class Experts(nn.Module):
 
     Router in float32, its matrix never quantized. Pairs of token and choice are sorted by expert for three grouped products
     and put back in their order: no sum runs over tokens, so a token's result does not depend on its companions. The sort is
-    over all tokens: where rows are split over devices, each gathers them all and computes all of them, with the same result.
+    over the tokens of one device. On a mesh each device of the axis `tensor` computes some features of every expert.
     """
 
     experts: int
@@ -64,9 +64,10 @@ class Experts(nn.Module):
         weights = jnp.take_along_axis(p, choices, -1)
         if self.normalized:
             weights /= jnp.sum(weights, -1, keepdims=True)
-        out = self.grouped(x.reshape(-1, self.model), choices.reshape(-1, self.chosen))
+        entered = parallel.entering(x, parallel.divides(self.width))
+        out = self.grouped(entered.reshape(-1, self.model), choices.reshape(-1, self.chosen))
         out = jnp.einsum("pkd,pk->pd", out, weights.reshape(-1, self.chosen).astype(self.dtype))
-        return out.reshape(x.shape), _routing(choices, p, logp, valid)
+        return parallel.summed(out, "tensor").reshape(x.shape), _routing(choices, p, logp, valid)
 
     def grouped(self, x: Float[Array, "p d"], choices: Int[Array, "p k"]) -> Float[Array, "p k d"]:
         """Every chosen expert's result for every token."""
@@ -87,7 +88,8 @@ class Router(nn.Module):
 
     @nn.compact
     def __call__(self, features: int) -> Float[Array, "d e"]:
-        return self.param("kernel", nn.initializers.normal(0.02), (features, self.experts), jnp.float32)
+        shape = (features, self.experts)
+        return parallel.whole(parameter(self, "kernel", nn.initializers.normal(0.02), shape), shape)
 
 
 class ExpertMLPs(nn.Module):
@@ -99,8 +101,8 @@ class ExpertMLPs(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "p d"], sizes: Int[Array, " e"]) -> Float[Array, "p d"]:
         e, d, f = self.shape
-        gate, up = (GroupedLinear(self.shape, self.dtype, name=name)(x, sizes) for name in ("gate", "up"))
-        return GroupedLinear((e, f, d), self.dtype, name="down")(nn.silu(gate) * up, sizes)
+        gate, up = (GroupedLinear(self.shape, 2, self.dtype, name=name)(x, sizes) for name in ("gate", "up"))
+        return GroupedLinear((e, f, d), 1, self.dtype, name="down")(nn.silu(gate) * up, sizes)
 
 
 class GroupedLinear(nn.Module):
@@ -113,22 +115,29 @@ class GroupedLinear(nn.Module):
 
     shape: tuple[int, int, int]
     """Experts, input features, output features."""
+    split: int
+    """The axis of `shape` that the devices of the mesh axis `tensor` divide among them, if it divides."""
     dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x: Float[Array, "p d"], sizes: Int[Array, " e"]) -> Float[Array, "p f"]:
+        parts = parallel.size("tensor") if parallel.divides(self.shape[self.split]) else 1
+        shape = tuple(n // parts if i == self.split else n for i, n in enumerate(self.shape))
         kernel = parameter(self, "kernel", nn.initializers.lecun_normal(batch_axis=0), self.shape)
-        out = grouped_product(x, kernel, sizes, self.dtype)
+        out = grouped_product(x, kernel, sizes, self.dtype, shape)
         if self.has_variable("params", "lora_a"):
             a, b = (self.get_variable("params", name).astype(self.dtype) for name in ("lora_a", "lora_b"))
+            a, b = parallel.whole(a, (*shape[:2], a.shape[-1])), parallel.whole(b, (shape[0], b.shape[1], shape[2]))
             out += jax.lax.ragged_dot(jax.lax.ragged_dot(x, a, sizes), b, sizes)
         return out
 
 
-@partial(jax.checkpoint, static_argnums=3, prevent_cse=False)
-def grouped_product(x: Float[Array, "p d"], kernel: Any, sizes: Int[Array, " e"], dtype: Any) -> Float[Array, "p f"]:
+@partial(jax.checkpoint, static_argnums=(3, 4), prevent_cse=False)
+def grouped_product(
+    x: Float[Array, "p d"], kernel: Any, sizes: Int[Array, " e"], dtype: Any, shape: tuple[int, ...]
+) -> Float[Array, "p f"]:
     """`layers.product` in groups."""
-    return jax.lax.ragged_dot(x, matrix(kernel, dtype), sizes)
+    return jax.lax.ragged_dot(x, computed(kernel, dtype, shape), sizes)
 
 
 def check_chosen(chosen: int, experts: int) -> None:

@@ -15,7 +15,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
-from gspo_jax.models.quantize import matrix
+from gspo_jax import parallel
+from gspo_jax.models.quantize import is_quantized, matrix
 
 Ints = Int[Array, "b t"] | Int[ndarray, "b t"]
 
@@ -45,6 +46,9 @@ class Context(NamedTuple):
     """What every layer of one forward pass looks at."""
 
     spots: Spots
+    """Of whole rows."""
+    here: Spots
+    """Of the tokens on this device: a part of each row where the mesh splits rows."""
     mask: Bool[Array, "b t s"]
     window: Bool[Array, "b t s"] | None
     """`mask` cut to the sliding window, where some layers have one."""
@@ -69,7 +73,8 @@ def context_of(spots: Spots, keys: int | None, window: int | None) -> Context:
         at = jnp.arange(keys)[None, None, :]
         mask = at <= spots.positions[:, :, None]
     near = None if window is None else mask & (spots.positions[:, :, None] - at < window)
-    return Context(spots, mask, near)
+    here = jax.tree.map(lambda x: parallel.sliced(x, 1), spots)
+    return Context(spots, here, mask, near)
 
 
 def row_mask(spots: Spots) -> Bool[Array, "b t t"]:
@@ -85,7 +90,8 @@ def row_mask(spots: Spots) -> Bool[Array, "b t t"]:
 class Linear(nn.Module):
     """`x @ kernel (+ x @ lora_a @ lora_b)` with tokens flattened: XLA's fast kernels want 2-D operands.
 
-    A kernel may be a quantized array; an adapter is present exactly when its two leaves are among the parameters.
+    A kernel may be a quantized array; an adapter is present exactly when its two leaves are among the parameters. On a mesh
+    the leaves are gathered where they are used, again in the backward pass.
     """
 
     shape: tuple[int, ...]
@@ -94,26 +100,47 @@ class Linear(nn.Module):
     """How many leading axes of `shape` are contracted."""
     use_bias: bool = False
     dtype: Any = jnp.float32
+    split: str = "none"
+    """out | in: the devices of the mesh axis `tensor` divide the first output axis, or the first input axis, among them; in
+    the second case their results are summed. Inputs are to be `entering` for the first and split for the second."""
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        features = math.prod(self.shape[: self.inputs])
-        flat = x.reshape(-1, features)
+        shape = self.local()
+        into, out_of = math.prod(shape[: self.inputs]), shape[self.inputs :]
+        flat = x.reshape(-1, into)
         kernel = parameter(self, "kernel", nn.initializers.lecun_normal(), self.shape)
-        out = product(flat, kernel, self.dtype)
+        flat_shape = (into, math.prod(out_of)) if is_quantized(kernel) else shape
+        out = product(flat, kernel, self.dtype, flat_shape)
         if self.has_variable("params", "lora_a"):
             a, b = (self.get_variable("params", name).astype(self.dtype) for name in ("lora_a", "lora_b"))
-            out += (flat @ a.reshape(features, -1)) @ b.reshape(b.shape[0], -1)
-        out = out.reshape(*x.shape[: x.ndim - self.inputs], *self.shape[self.inputs :])
+            a = parallel.whole(a, (*shape[: self.inputs], a.shape[-1]))
+            b = parallel.whole(b, (b.shape[0], *out_of))
+            out += (flat @ a.reshape(into, -1)) @ b.reshape(b.shape[0], -1)
+        out = out.reshape(*x.shape[: x.ndim - self.inputs], *out_of)
+        if self.split == "in":
+            out = parallel.summed(out, "tensor")
         if self.use_bias:
             out += parameter(self, "bias", nn.initializers.zeros, self.shape[self.inputs :]).astype(self.dtype)
         return out
 
+    def local(self) -> tuple[int, ...]:
+        """Shape of this device's part of the kernel."""
+        axis = {"none": None, "in": 0, "out": self.inputs}[self.split]
+        return tuple(n // parallel.size("tensor") if i == axis else n for i, n in enumerate(self.shape))
 
-@partial(jax.checkpoint, static_argnums=2, prevent_cse=False)
-def product(x: Float[Array, "p d"], kernel: Any, dtype: Any) -> Float[Array, "p f"]:
-    """`x @ kernel`. The backward pass dequantizes and reshapes the kernel again: kept, they would cost more than they saved."""
-    return x @ matrix(kernel, dtype).reshape(x.shape[1], -1)
+
+@partial(jax.checkpoint, static_argnums=(2, 3), prevent_cse=False)
+def product(x: Float[Array, "p d"], kernel: Any, dtype: Any, shape: tuple[int, ...]) -> Float[Array, "p f"]:
+    """`x @ kernel`, the kernel being of `shape` once gathered. The backward pass gathers, dequantizes and reshapes it again:
+    kept, they would cost more than they saved."""
+    return x @ computed(kernel, dtype, shape).reshape(x.shape[1], -1)
+
+
+def computed(kernel: Any, dtype: Any, shape: tuple[int, ...]) -> Array:
+    """A kernel at rest as it is computed with: whole, of `shape`, and of `dtype`. What travels is the smaller type."""
+    typed = kernel if is_quantized(kernel) else kernel.astype(dtype)
+    return matrix(parallel.whole(typed, shape), dtype)
 
 
 def parameter(module: nn.Module, name: str, initial: Any, shape: tuple[int, ...]) -> Any:

@@ -71,7 +71,7 @@ class Block(qwen3_5.Block):
         c = self.config
         sizes = (c.num_experts, c.num_experts_per_tok, c.hidden_size, c.moe_intermediate_size)
         mixture = Mixture(*sizes, True, self.dtype, shared=c.shared_expert_intermediate_size, name="mlp")
-        return mixture(x, jnp.greater(context.spots.segments, 0), layer.experts)
+        return mixture(x, jnp.greater(context.here.segments, 0), layer.experts)
 
 
 class Model(qwen3_5.Model):

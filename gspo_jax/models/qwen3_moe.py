@@ -68,7 +68,7 @@ class Block(decoder.Block):
             return super().feed_forward(x, context, layer)
         sizes = (c.num_experts, c.num_experts_per_tok, c.hidden_size, c.moe_intermediate_size)
         return Experts(*sizes, c.norm_topk_prob, self.dtype, name="mlp")(
-            x, jnp.greater(context.spots.segments, 0), layer.experts
+            x, jnp.greater(context.here.segments, 0), layer.experts
         )
 
 
