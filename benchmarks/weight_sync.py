@@ -46,6 +46,7 @@ RUNNING, TOKENS = 64, 160
 """Requests in flight during the pushes, and their length."""
 STEP = 1e-5
 """Change of a weight in one Adam step at the learning rate of the quickstart."""
+PARTS = ("bfloat16", "float32", "adapter", "changed")
 SPELLED = {"bfloat16": "BF16", "float32": "F32"}
 
 
@@ -217,6 +218,7 @@ def main() -> int:
     parser.add_argument("--model", default=MODEL)
     parser.add_argument("--python", type=Path, default=Path(".venv-vllm/bin/python"))
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     args = parser.parse_args()
     if not args.python.exists():
         print(f"{args.python} does not exist: run `make install-vllm`, or name an interpreter with --python", file=sys.stderr)
@@ -224,9 +226,12 @@ def main() -> int:
     keep_freed_memory()
     with tempfile.TemporaryDirectory() as logs:
         for dtype in ("bfloat16", "float32"):
-            asyncio.run(full(args, Path(logs) / f"{dtype}.log", dtype))
-        asyncio.run(adapters(args, Path(logs) / "adapter.log"))
-    unchanged(args.model)
+            if dtype in args.parts:
+                asyncio.run(full(args, Path(logs) / f"{dtype}.log", dtype))
+        if "adapter" in args.parts:
+            asyncio.run(adapters(args, Path(logs) / "adapter.log"))
+    if "changed" in args.parts:
+        unchanged(args.model)
     return 0
 
 

@@ -92,8 +92,7 @@ async def publish(client: VllmClient, staged: Staged, transport: Transport, time
             await transport.transfer(client, staged, timeout_s, slept)
 
     try:
-        await require_awake(client)
-        slept = await repeated(client.has_slept)
+        slept = await require_awake(client)
     except ServerError as error:
         raise PublishError(f"publish of {version} failed before it began: {error}") from error
     await phase("pause", lambda: repeated(lambda: client.post("/pause", mode="keep")))
@@ -104,10 +103,13 @@ async def publish(client: VllmClient, staged: Staged, transport: Transport, time
     return Timings(*laps)
 
 
-async def require_awake(client: VllmClient) -> None:
-    """ServerError for a server that is asleep: its weights are not in its memory, or are lost, and writing there may end it."""
-    if await repeated(client.asleep):
+async def require_awake(client: VllmClient) -> bool:
+    """Whether a server has slept since it started; its weights may have been lost then. ServerError for one that is asleep:
+    its weights are not in its memory, or are lost, and writing there may end it."""
+    asleep, slept = await repeated(client.slept)
+    if asleep:
         raise ServerError(f"{client.url} is asleep; wake it (POST /wake_up) before it is sent weights", gone=False)
+    return slept
 
 
 async def _acknowledged(client: VllmClient, version: str) -> None:

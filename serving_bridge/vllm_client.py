@@ -90,24 +90,22 @@ class VllmClient(Connection):
         """Whether it is paused or asleep: it takes requests, and computes nothing. Raises ServerError."""
         return bool((await self.table("/is_sleeping", timeout_s)).get("is_sleeping"))
 
-    async def asleep(self) -> bool:
-        """Whether its weights may be out of its memory. Raises ServerError.
+    async def slept(self) -> tuple[bool, bool]:
+        """Whether its weights may be out of its memory now, and whether they may have been since it started. Raises ServerError.
 
         vLLM says of a server that is only paused, too, that it is sleeping; its metrics know better, unless it was started
         with --disable-log-stats.
         """
-        awake = await self._metric("vllm:engine_sleep_state", 'sleep_state="awake"')
-        return awake != 1.0 and await self.idle()  # the metrics need not wait for the engine's step
-
-    async def has_slept(self) -> bool:
-        """Whether it was put to sleep since it started; its weights may have been lost then. Raises ServerError."""
-        return (await self._metric("vllm:sleep_mode_operation_duration_seconds_count", 'operation="sleep"') or 0.0) > 0.0
-
-    async def _metric(self, name: str, label: str) -> float | None:
-        """The least value with this label; None where there is none."""
         text = str(await self.get("/metrics"))
-        found = re.findall(rf"^{re.escape(name)}\{{[^\n]*{re.escape(label)}[^\n]*\}} (\S+)$", text, re.MULTILINE)
-        return min(map(float, found), default=None)
+        awake = _metric(text, "vllm:engine_sleep_state", 'sleep_state="awake"')
+        asleep = awake != 1.0 and await self.idle()  # the metrics need not wait for the engine's step
+        return asleep, (_metric(text, "vllm:sleep_mode_operation_duration_seconds_count", 'operation="sleep"') or 0.0) > 0.0
+
+
+def _metric(text: str, name: str, label: str) -> float | None:
+    """The least value with this label; None where there is none."""
+    found = re.findall(rf"^{re.escape(name)}\{{[^\n]*{re.escape(label)}[^\n]*\}} (\S+)$", text, re.MULTILINE)
+    return min(map(float, found), default=None)
 
 
 def sampling_body(params: SamplingParams, seed: int) -> dict[str, Any]:

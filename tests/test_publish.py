@@ -319,12 +319,12 @@ def test_wsy_12_a_server_that_is_only_paused_is_not_asleep(tmp_path):
         async with served(tmp_path) as (fake, client, stage):
             for mode in ("keep", "abort"):
                 await client.post("/pause", mode=mode)
-                assert (await client.idle(), await client.asleep()) == (True, False)
+                assert (await client.idle(), (await client.slept())[0]) == (True, False)
                 await publish(client, stage.write(0, arrays(0)), SharedMemory(), 5.0)
-                assert (await client.idle(), await client.asleep()) == (False, False)
+                assert (await client.idle(), (await client.slept())[0]) == (False, False)
             fake.faults["/metrics"].append(lambda: "vllm:other 1.0")  # started with --disable-log-stats
             await client.post("/pause", mode="keep")
-            assert await client.asleep()
+            assert (await client.slept())[0]
 
     run(work())
 
