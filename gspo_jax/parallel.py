@@ -88,6 +88,12 @@ def whole(leaf: Any, shape: Sequence[int]) -> Any:
     return leaf
 
 
+def scattered(grads: Array, leaf: Array) -> Array:
+    """Gradients of `whole(leaf, ...)` to the gradient of `leaf`: summed over the devices, which each keep their part."""
+    (found,) = jax.linear_transpose(lambda x: whole(x, grads.shape), leaf)(grads)
+    return found
+
+
 def sliced(x: Any, axis: int, name: str = "sequence") -> Any:
     """This device's part of an array that all devices of the mesh axis have whole."""
     parts = size(name)
@@ -136,11 +142,13 @@ class Heads(NamedTuple):
         parts = size("sequence")
         if k.shape[2] % parts:
             k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+        blank = -q.shape[2] % parts  # heads that nobody asked for, where they do not divide
+        q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, blank), (0, 0))) if blank else x for x in (q, k, v))
         return exchanged(q, 2, 1), exchanged(k, 2, 1), exchanged(v, 2, 1)
 
     def back(self, out: Array) -> Array:
         """Results of whole rows back to the tokens here and all heads of this device."""
-        return exchanged(out, 1, 2)
+        return exchanged(out, 1, 2)[:, :, : self.queries // (size("tensor") if self.split else 1)]
 
 
 def splits_heads(queries: int, keys: int, devices: int) -> tuple[bool, bool]:

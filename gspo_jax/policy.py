@@ -24,7 +24,7 @@ from gspo_jax.pretrained import resolve_model
 from gspo_jax.sharding import WHOLE, Layout
 from gspo_jax.types import Batch, Params
 from serving_bridge import trees
-from serving_bridge.convert import Weight, WeightError, folder_tensors, load_weights, save_folder
+from serving_bridge.convert import StoredLeaf, Weight, WeightError, folder_tensors, open_weights, save_folder
 
 LOGITS_TOKENS = 128, 512
 """Fewest and most tokens whose logits exist at one time (`[512 v]` float32 is 100 MB for a vocabulary of 49152)."""
@@ -94,19 +94,18 @@ def describe_policy(folder: Path, *, compute_dtype: str, remat: str) -> Policy:
     return Policy(folder, kind, config, module.Model(config, dtype, remat), table, dtype)
 
 
-def load_params(policy: Policy, folder: Path, put: Callable[[str, np.ndarray], Any] = lambda _, x: jax.device_put(x)) -> Params:
-    """Float32 parameters of `policy` read from a folder of safetensors; `put` makes of each leaf what is kept."""
+def load_params(
+    policy: Policy, folder: Path, keep: Callable[[str, StoredLeaf], Any] = lambda _, leaf: jax.device_put(leaf.read())
+) -> Params:
+    """Parameters of `policy` from a folder of safetensors. `keep(path, leaf)` makes of each leaf, not read yet, what is kept
+    of it: float32 on the default device, unless given."""
     config, embedding = policy.config, next(row.name for row in policy.table if row.path == "embedding")
     heads = ("lm_head.weight", "language_model.lm_head.weight") if config.tie_word_embeddings else ()
-    return load_weights(
-        folder,
-        policy.table,
-        config.sizes(),
-        np.float32,
-        put=put,
-        ignore=["*rotary_emb.inv_freq", *heads, *config.untrained],
-        twins=[(head, embedding) for head in heads],
-    )
+    ignore, twins = ["*rotary_emb.inv_freq", *heads, *config.untrained], [(head, embedding) for head in heads]
+    found: dict[str, Any] = {}
+    for path, leaf in open_weights(folder, policy.table, config.sizes(), ignore, twins).items():
+        trees.put(found, path, keep(path, leaf))
+    return found
 
 
 def compute_leaf(path: str, leaf: Any, dtype: Any) -> Any:
@@ -264,7 +263,6 @@ def _gather_backward(width, temperature, shape, residuals, cotangents):
     shape = shape or at_rest.shape
     g_logprob, g_entropy = cotangents
     split, head = parallel.varies(at_rest, "tensor"), computed(at_rest, hidden.dtype, shape)
-    wide, scattered = jax.vjp(lambda x: parallel.whole(x, shape), at_rest)
 
     def body(i, grads):
         g_hidden, g_head = grads
@@ -287,7 +285,7 @@ def _gather_backward(width, temperature, shape, residuals, cotangents):
     g_hidden, g_head = jax.lax.fori_loop(0, chunks, body, zeros)
     return (
         g_hidden,
-        scattered(g_head.astype(wide.dtype))[0],
+        parallel.scattered(g_head.astype(at_rest.dtype), at_rest),
         np.zeros(targets.shape, jax.dtypes.float0),
         np.zeros((), jax.dtypes.float0),
     )

@@ -124,12 +124,12 @@ def layout_of(mesh: Mesh | None, table: Sequence[Weight], sizes: Mapping[str, in
 def leaf_spec(row: Weight, sizes: Mapping[str, int], shape: MeshShape) -> PartitionSpec:
     """The axes `tensor` splits, and of a matrix one more over `parallel.STORE`: the largest that divides, or else the layers.
 
-    A matrix no axis of which divides is whole on every device.
+    Never the rank of an adapter. A matrix no axis of which divides is whole on every device.
     """
     letters, lengths = leaf_axes(row), leaf_shape(row, sizes)
     parts: list[Any] = ["tensor" if letter in _split(sizes, shape.tensor) else None for letter in letters]
     if shape.store > 1 and row.path.rsplit("/", 1)[-1] in MATRICES:
-        free = [i for i, part in enumerate(parts) if part is None and lengths[i] % shape.store == 0]
+        free = [i for i, part in enumerate(parts) if part is None and letters[i] != "r" and lengths[i] % shape.store == 0]
         inside = [i for i in free if letters[i] != "l"]
         best = max(inside, key=lambda i: lengths[i]) if inside else next(iter(free), None)
         if best is not None:

@@ -1,5 +1,6 @@
 """The mesh: what is split and what is whole, the same update on every shape, and which collectives that takes."""
 
+from collections import Counter
 from functools import partial
 
 import jax
@@ -155,3 +156,66 @@ def test_the_same_update_on_every_mesh(alone, shape: tuple):
     for name in ("policy/loss", "optimizer/grad_norm", "policy/ratio_max", "policy/entropy", "staleness/logprob_abs"):
         assert metrics[name] == pytest.approx(alone[1][name], rel=1e-4, abs=1e-6), name
     assert metrics["policy/clip_fraction_2"] == alone[1]["policy/clip_fraction_2"] > 0
+
+
+# What travels
+
+
+def collectives(jaxpr) -> Counter:
+    """`(primitive, mesh axes, shape of its operand)` of every collective, each counted once per pass of its loop."""
+    found: Counter = Counter()
+    for eqn in jaxpr.eqns:
+        axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+        if axes and eqn.primitive.name not in ("pvary", "axis_index"):
+            found[eqn.primitive.name, axes if isinstance(axes, tuple) else (axes,), eqn.invars[0].aval.shape] += 1
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    found += collectives(inner)
+    return found
+
+
+def gradient_of(shape: MeshShape, remat: str):
+    """The collectives of log-probabilities and their gradient, and the shapes of the model."""
+    policy, params = tiny_policy(
+        remat=remat,
+        vocab_size=104,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_hidden_layers=5,
+        tie_word_embeddings=False,
+    )
+    logprobs = logprobs_of(policy, layout=on(shape, policy))
+    micro = jax.tree.map(lambda x: jnp.asarray(x)[0, 0], some_batch())
+    return collectives(jax.make_jaxpr(jax.grad(lambda p: jnp.sum(logprobs(p, micro)[0])))(params).jaxpr), policy, micro
+
+
+def test_a_layer_is_gathered_where_it_is_used_and_its_gradient_scattered():
+    """ZeRO-3: every matrix twice (again for the backward pass) one way, its gradient once the other."""
+    found, policy, _ = gradient_of(MeshShape(fsdp=8), "none")
+    matrices = [row for row in policy.table if row.path.startswith("layers") and row.path.endswith("kernel")]
+    inside = {key: n for key, n in found.items() if 5 not in key[2]}
+    heads = {"all_gather": 1 + 2, "reduce_scatter": 2}  # the embedding once, the head twice; the gradients of both
+    for name, times in (("all_gather", 2), ("reduce_scatter", 1)):
+        assert sum(n for key, n in inside.items() if key[0] == name) == times * len(matrices) + heads[name]
+    norms = {row.path for row in policy.table if row.path.endswith("scale")}
+    sums = [key for key in found if key[0].startswith("psum") and "fsdp" in key[1]]
+    assert len(norms) == 3
+    assert {key[2] for key in sums} <= {(5, 32), (32,)}, "only norms are summed whole, all layers at once"
+
+
+def test_a_block_of_tensor_devices_sums_once_each_way():
+    """Attention and MLP: two sums forward, two backward (arXiv 1909.08053), of hidden states; and one for the embedding."""
+    found, _, micro = gradient_of(MeshShape(tensor=4), "none")
+    hidden = (*micro.tokens.shape, 32)
+    assert sum(n for (name, axes, shape), n in found.items() if "tensor" in axes and shape == hidden) == 2 + 2 + 1
+    assert not any(name == "all_gather" for name, _, _ in found)
+
+
+def test_devices_of_a_sequence_exchange_heads():
+    """Ulysses (arXiv 2309.14509): four exchanges a layer each way; the state is split over them, too."""
+    found, _, micro = gradient_of(MeshShape(sequence=4), "none")
+    assert sum(n for key, n in found.items() if key[0] == "all_to_all") == 8
+    rows, length = micro.tokens.shape
+    assert all(shape[:2] in ((rows, length // 4), (rows, length)) for name, _, shape in found if name == "all_to_all")

@@ -41,9 +41,8 @@ def _lookup_forward(table, tokens, shape, dtype):
 
 def _lookup_backward(shape, dtype, residuals, g):
     table, tokens = residuals
-    whole, scattered = jax.vjp(lambda x: parallel.whole(x, shape), table)
-    grads = jnp.zeros_like(whole).at[tokens].add(g.astype(table.dtype))
-    return scattered(grads)[0], np.zeros(tokens.shape, jax.dtypes.float0)
+    grads = parallel.alike(jnp.zeros(shape, table.dtype), table).at[tokens].add(g.astype(table.dtype))
+    return parallel.scattered(grads, table), np.zeros(tokens.shape, jax.dtypes.float0)
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)
