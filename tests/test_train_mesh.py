@@ -67,6 +67,6 @@ def test_a_dedicated_reference_is_elsewhere_and_says_the_same(model: Path, tmp_p
 
 
 def test_a_reference_that_has_no_device_is_refused(model: Path):
-    config = config_of(model, *SHORT, "compute.topology={gpus_for_training=8, gpus_for_ref=1}")
+    config = config_of(model, *SHORT, "mesh.fsdp=0", "compute.topology={gpus_for_training=8, gpus_for_ref=1}")
     with pytest.raises(ConfigError, match="1 devices after the 8 that train, but there are 0"):
         load_reference(config, load_start(config, mesh_of(config)))
