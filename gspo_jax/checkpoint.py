@@ -1,7 +1,7 @@
 """The whole run as one atomic step: Orbax writes parameters, optimizer state and the run's own numbers, or nothing."""
 
+import itertools
 import math
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint.checkpoint_managers import preservation_policy as keep
 
 from gspo_jax.types import Params, TrainState
 
 PARTS = ("state", "run")
 METRIC = "reward_mean"
+MARKER = "_CHECKPOINT_METADATA"
+"""The file that Orbax writes last."""
 
 
 class CheckpointError(Exception):
@@ -46,22 +51,26 @@ def _reward(metrics: Mapping[str, float]) -> float:
 def save(manager: ocp.CheckpointManager, state: TrainState, run: Mapping[str, Any], reward: float | None) -> None:
     """Write `state` after its `state.step`-th step; the step the checkpoint is named after is the next one to run.
 
-    `reward` is the held-out mean reward of exactly these parameters, or None. CheckpointError when the disk refuses.
+    `reward` is the held-out mean reward of exactly these parameters, or None. CheckpointError when the disk refuses; where it
+    only keeps an old one from being removed, a warning: the next start of the run removes it.
     """
-    step = int(state.step)
+    step, directory = int(state.step), Path(manager.directory)
     args = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(dict(run)))  # pyright: ignore
     metrics = {} if reward is None else {METRIC: reward}
     try:
         saved = manager.save(step, args=args, metrics=metrics)
         manager.wait_until_finished()
     except (OSError, ValueError) as error:
-        whole = max((n for n in _steps(Path(manager.directory)) if not _lacks(Path(manager.directory), n)), default=None)
+        if step in _steps(directory) and not _lacks(directory, step):
+            warnings.warn(f"{directory}: an old checkpoint could not be removed ({_first_line(error)})", stacklevel=2)
+            return
+        whole = max((n for n in _steps(directory) if not _lacks(directory, n)), default=None)
         raise CheckpointError(
-            f"checkpoint {step} could not be written to {manager.directory} ({_first_line(error)}); "
+            f"checkpoint {step} could not be written to {directory} ({_first_line(error)}); "
             f"the last complete one is {whole}. Free disk space or lower run.keep_last, then --resume"
         ) from None
     if not saved:
-        raise CheckpointError(f"{manager.directory} holds checkpoints later than step {step}; nothing was written")
+        raise CheckpointError(f"{directory} holds checkpoints later than step {step}; nothing was written")
 
 
 def latest(directory: Path) -> int | None:
@@ -70,7 +79,10 @@ def latest(directory: Path) -> int | None:
         missing = _lacks(directory, step)
         if not missing:
             return step
-        warnings.warn(f"checkpoint {directory / str(step)} is incomplete (missing: {missing}); passed over", stacklevel=2)
+        adopt = f"; a copy of a whole one is adopted by copying its {MARKER} too" if missing == ["commit marker"] else ""
+        warnings.warn(
+            f"checkpoint {directory / str(step)} is incomplete (missing: {missing}); passed over{adopt}", stacklevel=2
+        )
     return None
 
 
@@ -81,14 +93,19 @@ def _steps(directory: Path) -> list[int]:
 def _lacks(directory: Path, step: int) -> list[str]:
     """What checkpoint `step` does not have; empty when it is whole."""
     missing = [part for part in PARTS if not (directory / str(step) / part).is_dir()]
-    return missing or ([] if (directory / str(step) / "_CHECKPOINT_METADATA").exists() else ["commit marker"])
+    return missing or ([] if (directory / str(step) / MARKER).exists() else ["commit marker"])
 
 
 def discard_after(directory: Path, step: int) -> None:
-    """Remove the checkpoints of steps later than `step`: those passed over, which would stand in the way of new ones."""
+    """Set aside the checkpoints of steps later than `step`: those passed over, which would stand in the way of new ones.
+
+    They are renamed, not removed: one may be a copy that somebody made by hand.
+    """
     for later in _steps(directory):
         if later > step:
-            shutil.rmtree(directory / str(later))
+            names = (f"incomplete-{later}" + (f"-{n}" if n else "") for n in itertools.count())
+            aside = next(name for name in names if not (directory / name).exists())
+            (directory / str(later)).rename(directory / aside)
 
 
 def best(directory: Path) -> int | None:
@@ -100,38 +117,66 @@ def best(directory: Path) -> int | None:
 
 
 def restore(directory: Path, step: int, like: Any) -> tuple[TrainState, dict[str, Any]]:
-    """State and run numbers of checkpoint `step`, placed and typed as `like` (a TrainState of arrays or ShapeDtypeStructs)."""
-    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-    args = ocp.args.Composite(state=ocp.args.StandardRestore(target), run=ocp.args.JsonRestore())  # pyright: ignore
-    try:
-        with ocp.CheckpointManager(directory.absolute()) as manager:
-            found = manager.restore(step, args=args)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"checkpoint {directory / str(step)} cannot be read: {_first_line(error)}") from None
-    return _owned(found["state"]), found["run"]
+    """State and run numbers of checkpoint `step`, placed and typed as `like`, whatever mesh wrote it.
+
+    `like` is a TrainState of arrays, of ShapeDtypeStructs (without a sharding: on one device), or of numpy arrays, which stay
+    such; a type other than the saved one is what its values are rounded to. CheckpointError for what cannot be read.
+    """
+    args = ocp.args.Composite(state=ocp.args.StandardRestore(_targets(like)), run=ocp.args.JsonRestore())  # pyright: ignore
+    with _readable(directory, step), ocp.CheckpointManager(directory.absolute()) as manager:
+        found = manager.restore(step, args=args)
+    leaves, structure = jax.tree.flatten(found["state"])
+    run = found["run"]
+    del found  # one array at a time is there twice
+    for i in range(len(leaves)):
+        leaves[i] = _owned(leaves[i])
+    return structure.unflatten(leaves), run
 
 
 def restore_params(directory: Path, step: int, like: Params) -> Params:
-    """Only the parameters of checkpoint `step`."""
-    item = {"params": jax.tree.map(ocp.utils.to_shape_dtype_struct, like)}
+    """Only the parameters of checkpoint `step`; `like` as for `restore`."""
+    item = {"params": _targets(like)}
     how = ocp.checkpoint_utils.construct_restore_args(item)
     args = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)  # pyright: ignore
+    with _readable(directory, step), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore((directory / str(step) / "state").absolute(), args=args)["params"]
+
+
+def contents(directory: Path, step: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and type of every array of checkpoint `step`, by its path in the state; on any machine, without reading one."""
+    with _readable(directory, step):
+        found = ocp.PyTreeCheckpointHandler().metadata((directory / str(step) / "state").absolute()).tree  # pyright: ignore
+    flat = jax.tree_util.tree_leaves_with_path(found)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in flat}
+
+
+@contextmanager
+def _readable(directory: Path, step: int) -> Iterator[None]:
     try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            return reader.restore((directory / str(step) / "state").absolute(), args=args)["params"]
+        yield
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"checkpoint {directory / str(step)} cannot be read: {_first_line(error)}") from None
+
+
+def _targets(like: Any) -> Any:
+    """With a sharding of this process's devices at every array: the one in the file is of those that wrote it."""
+    here = SingleDeviceSharding(jax.local_devices()[0])
+
+    def target(x: Any) -> Any:
+        if isinstance(x, np.ndarray | np.generic):
+            return np.asarray(x)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or here)
+
+    return jax.tree.map(target, like)
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:300]
 
 
-@jax.jit
-def _copy(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x + 0, tree)
+_copy = jax.jit(jnp.copy)
 
 
-def _owned(tree: Any) -> Any:
-    """The tree in buffers of XLA's own making: restored ones may not be donatable, and donation fails silently."""
-    return _copy(tree)
+def _owned(x: Any) -> Any:
+    """An array in a buffer of XLA's own making: a restored one may not be donatable, and donation fails silently."""
+    return x if isinstance(x, np.ndarray) else _copy(x)

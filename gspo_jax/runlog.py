@@ -7,7 +7,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -67,6 +67,7 @@ def identity() -> dict[str, Any]:
     return {
         "versions": {name: version(name) for name in names} | {"python": platform.python_version()},
         "device": {"kind": devices[0].device_kind, "platform": devices[0].platform, "count": len(devices)},
+        "processes": jax.process_count(),
         "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "git": _git(),
         "command": [Path(sys.argv[0]).name, *map(_shown, sys.argv[1:])],
@@ -171,20 +172,35 @@ def rollout_file(run_dir: Path, step: int) -> Path:
 
 
 def write_groups(file: Path, groups: Sequence[Group]) -> None:
+    """The file of `groups_text`."""
+    write_text(file, groups_text(groups))
+
+
+def groups_text(groups: Sequence[Group]) -> str:
     """One trajectory a line: messages to read, ids and log-probabilities to replay (float32 values survive JSON exactly)."""
     lines = []
     for g, group in enumerate(groups):
         for trajectory in group.trajectories:
             lines.append(json.dumps({"group": g, "problem": asdict(group.problem), **asdict(trajectory)}) + "\n")
-    write_text(file, "".join(lines))
+    return "".join(lines)
 
 
 def read_groups(file: Path) -> tuple[Group, ...]:
     """What `write_groups` wrote."""
     if not file.exists():
         raise RunError(f"{file} does not exist; a run with run.log_rollouts = true writes it")
+    return groups_of(read_lines(file))
+
+
+def records(text: str) -> Iterator[dict[str, Any]]:
+    """The records of JSON lines."""
+    return map(json.loads, text.splitlines())
+
+
+def groups_of(records: Iterable[dict[str, Any]]) -> tuple[Group, ...]:
+    """The groups of the records that the lines of `groups_text` are."""
     groups: dict[int, list[tuple[Problem, Trajectory]]] = {}
-    for record in read_lines(file):
+    for record in records:
         g, problem = record.pop("group"), Problem(**record.pop("problem"))
         turns = tuple(Turn(**_tuples(turn)) for turn in record.pop("turns"))
         rewards = record.pop("turn_rewards")

@@ -61,12 +61,6 @@ class Layout:
         """The same parameters, or a whole state, in their places."""
         return tree if self.mesh is None else jax.tree.map(_put, tree, self.shardings(tree))
 
-    def leaf(self, path: str, leaf: np.ndarray) -> Any:
-        """A parameter of this path, on its way from the host to its place."""
-        if self.mesh is None:
-            return jax.device_put(leaf)
-        return _put(leaf, NamedSharding(self.mesh, self.spec(path)))
-
     def batch(self, batch: Batch) -> Batch:
         """A batch `[m u r t]` with its rows split."""
         if self.mesh is None:
@@ -79,8 +73,12 @@ class Layout:
         return x if self.mesh is None else _put(x, NamedSharding(self.mesh, PartitionSpec(None, None, ROWS)))
 
     def gathered(self, tree: Any) -> Any:
-        """Whole on one device, for the sampler; no copy when there is one device."""
-        return tree if self.mesh is None else jax.device_put(tree, self.mesh.devices.flat[0])
+        """Whole on one device, for the sampler; no copy when there is one device. With several processes `here`, in each."""
+        if self.mesh is None:
+            return tree
+        if not self.mesh.is_multi_process:
+            return jax.device_put(tree, self.mesh.devices.flat[0])
+        return jax.block_until_ready(jax.tree.map(here, tree))  # what failed, failed here
 
     def by_rows(
         self, function: Callable[[Params, Batch], Any], *, stats: bool, cast: Callable[[str, Any], Any]
@@ -168,6 +166,14 @@ def _split(sizes: Mapping[str, int], devices: int) -> set[str]:
 def _spec(parts: Sequence[Any]) -> PartitionSpec:
     last = max((i for i, part in enumerate(parts) if part is not None), default=-1)
     return PartitionSpec(*parts[: last + 1])
+
+
+def here(x: Any) -> Any:
+    """An array whole on the first device of this process; all processes take part. As it is where no other has a part."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return x
+    mesh: Any = x.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec())).addressable_data(0)
 
 
 def _put(x: Any, sharding: NamedSharding) -> Any:

@@ -1,28 +1,28 @@
 """What a run starts from: the policy, the weights it trains, and those it does not."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from gspo_jax import adapters, peft, runlog
 from gspo_jax.adapters import Adapter, UnknownTarget, adapter_sizes, adapter_table
 from gspo_jax.config import ConfigError, model_id
 from gspo_jax.digest import params_digest
-from gspo_jax.models.quantize import is_quantized, matrix, nbytes, quantize
-from gspo_jax.parallel import splits_heads
+from gspo_jax.models.quantize import is_quantized, join_layers, matrix, nbytes, quantize
 from gspo_jax.policy import Policy, compute_leaf, describe_policy, load_params, save_policy
 from gspo_jax.pretrained import looks_like_id, resolve_model
 from gspo_jax.runlog import RunError
 from gspo_jax.sections import Config
 from gspo_jax.sharding import WHOLE, Layout, layout_of
 from gspo_jax.types import Params
-from serving_bridge.convert import folder_tensors
-from serving_bridge.trees import get, leaves, named, put
+from serving_bridge.convert import StoredLeaf, folder_tensors, place
+from serving_bridge.trees import get, leaves, put
 from serving_bridge.weights import leaf_shape, tensor_names
 
 PREFIX = re.compile(r"(?:ft|fft|qft|rl):(?P<base>[^:]+):(?P<run>[A-Za-z0-9][A-Za-z0-9._-]*)")
@@ -122,7 +122,7 @@ def load_start(config: Config, mesh: Mesh | None = None) -> Start:
     check_sequence(config, policy)
     layout = start_layout(mesh, policy, adapter)
     if adapter is None:
-        params = load_params(policy, policy.folder, put=layout.leaf)
+        params = load_params(policy, policy.folder, keep_placed(layout))
         if source.adapter:
             params = layout.state(adapters.merged(*peft.load_adapter(source.adapter, policy.table, sizes), params, sizes))
         return Start(policy, params, layout=layout)
@@ -142,20 +142,13 @@ def start_layout(mesh: Mesh | None, policy: Policy, adapter: Adapter | None) -> 
 
 
 def check_sequence(config: Config, policy: Policy) -> None:
-    """ConfigError where `mesh.sequence` does not divide the heads that its devices exchange."""
-    mesh, c = config.mesh, policy.config
-    mine = (
-        c.num_attention_heads // mesh.tensor
-        if splits_heads(c.num_attention_heads, c.num_key_value_heads, mesh.tensor)[0]
-        else c.num_attention_heads
-    )
-    heads = {"attention heads of a device": mine}
-    if c.recurrent:
-        heads["heads of linear attention"] = c.linear_num_key_heads
-    for name, count in heads.items():
-        if count % mesh.sequence:
-            raise ConfigError("config", [f"mesh.sequence: {mesh.sequence} devices do not divide the {count} {name} of "
-                                         f"{policy.architecture} among them; use a divisor of {count}"])  # fmt: skip
+    """ConfigError where `mesh.sequence` does not divide the heads of linear attention that its devices exchange."""
+    parts, heads = config.mesh.sequence, policy.config.linear_num_key_heads if policy.config.recurrent else 0
+    if heads % parts:
+        raise ConfigError("config", [
+            f"mesh.sequence: {parts} devices do not divide the {heads} heads of linear attention of {policy.architecture} "
+            f"among them; use a divisor of {heads}"
+        ])  # fmt: skip
 
 
 def plan_adapter(config: Config, policy: Policy, source: Source) -> Adapter | None:
@@ -186,18 +179,34 @@ def plan_adapter(config: Config, policy: Policy, source: Source) -> Adapter | No
 
 
 def load_frozen(policy: Policy, qtype: str | None, layout: Layout = WHOLE) -> Params:
-    """Weights nobody trains, leaf by leaf in the compute type; with `qtype` (nf4, int8) the kernels quantized."""
-    kernels = {row.path: row for row in adapters.kernel_rows(policy.table)}
+    """Weights nobody trains, in their places, in the compute type; with `qtype` (nf4, int8) the kernels quantized, a layer at a
+    time."""
+    kernels, placed = {row.path: row for row in adapters.kernel_rows(policy.table)}, keep_placed(layout)
 
-    def keep(path: str, leaf: np.ndarray) -> Any:
+    def keep(path: str, leaf: StoredLeaf) -> Any:
         row = kernels.get(path)
-        if qtype and row is not None:
-            stack, inputs = adapters.kernel_axes(row)
-            found = quantize(jnp.asarray(leaf), inputs, stack, qtype, policy.dtype)
-            return get(layout.state(named(path, found)), path)
-        return compute_leaf(path, layout.leaf(path, leaf), policy.dtype)
+        if not qtype or row is None:
+            return placed(path, compute_leaf(path, leaf, policy.dtype))
+        stack, inputs = adapters.kernel_axes(row)
+        layers = (jnp.asarray(leaf.read([slice(i, i + 1)])) for i in range(leaf.shape[0]))
+        parts = (quantize(layer, inputs, stack, qtype, policy.dtype) for layer in layers)
+        return join_layers(parts, leaf.shape[0], lambda part: _sharding(layout, path, part))
 
-    return load_params(policy, policy.folder, put=keep)
+    return load_params(policy, policy.folder, keep)
+
+
+def keep_placed(layout: Layout) -> Callable[[str, StoredLeaf], Any]:
+    """For `load_params`: every leaf is read into its place, each device's part by itself."""
+
+    def keep(path: str, leaf: StoredLeaf) -> Any:
+        sharding = _sharding(layout, path)
+        return jax.device_put(leaf.read()) if sharding is None else place(leaf, sharding)
+
+    return keep
+
+
+def _sharding(layout: Layout, path: str, leaf: Any = None) -> NamedSharding | None:
+    return None if layout.mesh is None else NamedSharding(layout.mesh, layout.spec(path, leaf))
 
 
 def locate(config: Config) -> Source:

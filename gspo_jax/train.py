@@ -1,41 +1,29 @@
 """The loop: rollouts -> groups -> pack -> update -> publish. `python -m gspo_jax.train cfg.toml`."""
 
-import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-from orbax.checkpoint import CheckpointManager
-
 from gspo_jax import checkpoint, runlog
 from gspo_jax.background import Background
-from gspo_jax.build import Trainer, build_trainer, check_capabilities
-from gspo_jax.collecting import Collector
-from gspo_jax.config_report import total_steps
+from gspo_jax.build import build_trainer, check_capabilities
 from gspo_jax.digest import params_digest
-from gspo_jax.evaluate import Evaluation, evaluate, evaluation_problems
-from gspo_jax.guards import PATIENCE, check
+from gspo_jax.evaluate import evaluation_problems
+from gspo_jax.guards import PATIENCE
 from gspo_jax.host import use_first_gpus
+from gspo_jax.loop import Loop
+from gspo_jax.loop import TrainingError as TrainingError
 from gspo_jax.mesh import mesh_of
-from gspo_jax.metrics import finite, rollout_metrics, with_aliases
-from gspo_jax.rollouts import AnyTask, Rollouts, open_rollouts
+from gspo_jax.rollouts import AnyTask, open_rollouts
 from gspo_jax.sections import Config
-from gspo_jax.start import Start, check_frozen, load_start
-from gspo_jax.types import Metrics, TrainState
+from gspo_jax.start import check_frozen, load_start
+from gspo_jax.steps import check_alike, check_team, first_state, follow
+from gspo_jax.team import ALONE, Team
+from gspo_jax.vllm_engine import training_gpus
 from gspo_jax.watcher import Step, Watcher
-from rollout.runner import void_table
-from rollout.types import Group, Problem
-
-MAX_SKIPPED = 5
-"""Consecutive non-finite minibatches after which a run stops."""
-
-
-class TrainingError(Exception):
-    """The run cannot go on; the message says why and what to change."""
 
 
 def train(
@@ -45,6 +33,7 @@ def train(
     run_dir: Path | None = None,
     resume: bool = False,
     watcher: Watcher | None = None,
+    team: Team = ALONE,
 ) -> Generator[Step]:
     """Train, one yielded Step per rollout batch. Everything is closed when the iterator ends, is closed, or raises.
 
@@ -54,222 +43,89 @@ def train(
     With `rollout.max_staleness` = k > 0 the rollouts of the next k steps are played while the weights are updated, and new
     weights reach those in flight. Timing then decides what is sampled, so two runs differ; what was consumed is logged and
     replays to the same bits. What a killed run had played ahead is played anew when it is resumed.
+
+    `team`: the processes of the run, entered (`with team:`). All call this alike, process 0 yields the steps, the others
+    none; `task`, `run_dir`, `resume` and `watcher` are those of process 0. Raises TeamError besides.
     """
     check_capabilities(config)
-    topology = config.compute.topology
-    use_first_gpus(topology.gpus_for_training + topology.gpus_for_ref if config.serving.engine == "vllm" else 0)
+    use_first_gpus(training_gpus(config, team.count))
+    with ExitStack() as stack:
+        if team.leads:
+            run = _lead(config, task, run_dir, watcher or Watcher(), team, stack, resume=resume)
+        else:
+            run = _follow(config, team, stack)
+        yield from team.telling(run)  # innermost: the others hear of an exception before anything is closed
+
+
+def _follow(config: Config, team: Team, stack: ExitStack) -> Iterator[Step]:
+    """What every process but the first does, until the run ends."""
+    check_alike(team, config)
+    start = load_start(config, mesh_of(config))
+    check_team(team, config, start.layout)
+    trainer = build_trainer(config, start)
+    _, _, begin = team.next()
+    run_dir = Path(begin["run_dir"])
+    state, _ = first_state(trainer, start.params, run_dir, begin["step"])
+    if start.frozen is not None:
+        params_digest(start.frozen)
+    team.note(f"goes on with step {int(state.step)}")
+    start = replace(start, params={})
+    manager = stack.enter_context(checkpoint.open_checkpoints(run_dir, config.run.keep_last))
+    follow(team, config, start, trainer, trainer.compiled(state), state, manager)
+    yield from ()
+
+
+def _lead(
+    config: Config, task: AnyTask | None, run_dir: Path | None, watching: Watcher, team: Team, stack: ExitStack, *, resume: bool
+) -> Iterator[Step]:
+    check_alike(team, config)
     run_dir = runlog.open_run(config, run_dir or Path(config.run.dir) / config.run.name, resume=resume)
     start = load_start(config, mesh_of(config))
+    check_team(team, config, start.layout)
     trainer = build_trainer(config, start)
-    watching = watcher or Watcher()
 
     def on_event(event: dict[str, Any]) -> None:
         runlog.event(run_dir, **event)
         watching.event(event)
 
-    with ExitStack() as stack:
-        stack.enter_context(runlog.lock(run_dir))
-        state, best = _first_state(trainer, start.params, run_dir, on_event, resume=resume)
-        frozen_digest = check_frozen(start, run_dir)
-        on_event({"type": "model", "message": start.summary()})
-        start = replace(start, params={})  # the state has them, and its buffers are donated
-        background = Background()
-        stack.callback(background.close)
-        world = open_rollouts(config, start, task=task, run_dir=run_dir, on_event=on_event, gathered=start.layout.gathered)
-        rollouts = background.enter(world)
-        stack.callback(background.leave, world)
-        manager = stack.enter_context(checkpoint.open_checkpoints(run_dir, config.run.keep_last))
-        update = trainer.compiled(state)
-        held_out = evaluation_problems(config, rollouts)
-        history = list(runlog.read_lines(run_dir / "metrics.jsonl"))[-PATIENCE - 1 :]
-        loop = _Loop(config, start, trainer, update, background, rollouts, held_out, manager, run_dir, watching,
-                     best, history, frozen_digest)  # fmt: skip
-        yield from loop.steps(state)
+    stack.enter_context(runlog.lock(run_dir))
+    step, caught = _newest(run_dir) if resume else (None, [])
+    team.lead("begin", run_dir=str(run_dir.absolute()), step=step)
+    state, best = first_state(trainer, start.params, run_dir, step)
+    if resume:
+        _forget(run_dir, int(state.step), caught, on_event)
+    frozen_digest = check_frozen(start, run_dir)
+    on_event({"type": "model", "message": start.summary()})
+    start = replace(start, params={})  # the state has them, and its buffers are donated
+    manager = stack.enter_context(checkpoint.open_checkpoints(run_dir, config.run.keep_last))
+    background = Background()
+    stack.callback(background.close)
+    world = open_rollouts(config, start, task=task, run_dir=run_dir, on_event=on_event, gathered=start.layout.gathered)
+    rollouts = background.enter(world)
+    stack.callback(background.leave, world)
+    update = trainer.compiled(state)
+    held_out = evaluation_problems(config, rollouts)
+    history = list(runlog.read_lines(run_dir / "metrics.jsonl"))[-PATIENCE - 1 :]
+    loop = Loop(config, start, trainer, update, background, rollouts, held_out, manager, run_dir, watching,
+                 best, history, frozen_digest, team)  # fmt: skip
+    yield from loop.steps(state)
 
 
-def _first_state(
-    trainer: Trainer, params: Any, run_dir: Path, on_event: Callable[[dict[str, Any]], None], *, resume: bool
-) -> tuple[TrainState, float | None]:
-    """A fresh state, or the newest checkpoint's; what was logged of later steps is forgotten."""
-    state = trainer.init(params)
-    if not resume:
-        return state, None
-    directory = run_dir / "checkpoints"
+def _newest(run_dir: Path) -> tuple[int | None, list[str]]:
+    """The step to resume from, and what is said of checkpoints that were passed over."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step = checkpoint.latest(directory)
-    best = None
-    if step is not None:
-        state, run = checkpoint.restore(directory, step, state)
-        best = run["best"]
-    checkpoint.discard_after(directory, int(state.step))
-    runlog.rewind(run_dir, int(state.step))
-    for warning in caught:
-        on_event({"type": "checkpoint.incomplete", "message": str(warning.message)})
-    runlog.event(run_dir, "run.resumed", step=int(state.step), **runlog.identity())
-    return state, best
+        step = checkpoint.latest(run_dir / "checkpoints")
+    return step, [str(warning.message) for warning in caught]
 
 
-@dataclass
-class _Loop:
-    """The objects of one run, and the loop over them."""
-
-    config: Config
-    start: Start
-    trainer: Trainer
-    update: Callable[..., tuple[TrainState, Metrics]]
-    background: Background
-    rollouts: Rollouts
-    held_out: Sequence[Problem]
-    manager: CheckpointManager
-    run_dir: Path
-    watcher: Watcher
-    best: float | None
-    history: list[dict[str, Any]]
-    """Metrics of the last steps, for the guards."""
-    frozen_digest: str | None
-
-    def steps(self, state: TrainState) -> Iterator[Step]:
-        first, total = int(state.step), total_steps(self.config)
-        self.watcher.started(self.run_dir, self.config, first)
-        runlog.event(self.run_dir, "run.started", step=first, steps=total)
-        self.publish(state)
-        if first == 0:
-            self.evaluate(0)
-        collector = Collector(self.config, self.rollouts, first, self.watcher.rollout, self.refuse_void)
-        try:
-            for step in range(first, total):
-                state, done = self.step(state, step, collector)
-                yield done
-        finally:
-            self.background.run(collector.aclose())
-        if first < total or not (self.run_dir / "export").exists():
-            self.start.save(state.params, self.run_dir / "export")
-        runlog.event(self.run_dir, "run.finished", step=total)
-
-    def step(self, state: TrainState, step: int, collector: Collector) -> tuple[TrainState, Step]:
-        """Wait for the groups of the step, learn, publish, evaluate. `time/rollout` is the time waited for them: with
-        `rollout.max_staleness` > 0 what is left of their playing time after the updates that ran beside it."""
-        clock = _Clock()
-        groups, collected = self.collect(step, collector)
-        clock.lap("time/rollout")
-        if self.config.run.log_rollouts:
-            runlog.write_groups(runlog.rollout_file(self.run_dir, step), groups)
-        self.watcher.phase("update")
-        prepared = self.trainer.batch(groups, state.params)
-        state, updated = self.update(state, prepared.batch, self.trainer.frozen)
-        digest = {"step": step, "params": params_digest(state.params), "batch": prepared.digest}
-        if self.frozen_digest is not None:
-            digest["frozen"] = self.frozen_digest
-        metrics = (
-            rollout_metrics(groups, prepared.signal, step) | collected | finite(jax.device_get(updated)) | prepared.metrics
-        )
-        clock.lap("time/update")
-        self.refuse_nonfinite(state)
-        synced = self.publish(state)
-        clock.lap("time/sync")
-        evaluation = self.evaluate(step + 1) if self.due(step + 1, self.config.evaluation.every_n_iters) else None
-        metrics |= {"eval/reward_mean": evaluation.reward_mean if evaluation else None, **synced, **clock.laps}
-        metrics["time/step"] = sum(clock.laps.values())
-        metrics["tokens/per_second"] = (metrics["tokens/sampled"] or 0.0) / metrics["time/step"]
-        runlog.append(self.run_dir / "digests.jsonl", digest)
-        runlog.append(self.run_dir / "metrics.jsonl", {"step": step, **with_aliases(metrics)})
-        self.guard({"step": step, **metrics})
-        self.save(state, evaluation)
-        return state, Step(step, metrics, groups, evaluation)
-
-    def collect(self, step: int, collector: Collector) -> tuple[tuple[Group, ...], dict[str, float | None]]:
-        self.watcher.phase("rollout")
-        groups, metrics, message = self.background.run(collector.next())
-        if message:
-            self.tell({"type": "groups.short", "step": step, "message": message})
-            if self.config.algorithm.refill_short == "stop":
-                raise TrainingError(message)
-        return groups, metrics
-
-    def guard(self, metrics: dict[str, Any]) -> None:
-        """Warnings are told when they begin; the first error stops the run, its step being logged and not saved."""
-        self.history = [*self.history, metrics][-PATIENCE - 1 :]
-        findings = check(self.config, self.history)
-        for finding in findings:
-            self.tell(
-                {
-                    "type": f"guard.{finding.severity}",
-                    "guard": finding.guard,
-                    "step": metrics["step"],
-                    "message": finding.message,
-                }
-            )
-        for finding in findings:
-            if finding.severity == "error":
-                raise TrainingError(finding.message)
-
-    def tell(self, event: dict[str, Any]) -> None:
-        runlog.event(self.run_dir, **event)
-        self.watcher.event(event)
-
-    def publish(self, state: TrainState) -> dict[str, float]:
-        self.watcher.phase("sync")
-        return self.background.run(self.rollouts.publish(int(state.step), state.params))
-
-    def evaluate(self, step: int) -> Evaluation | None:
-        """Held-out reward after `step` steps, logged; None when the config names no held-out problems.
-
-        Of one version of the policy: the next one is published after it. Training rollouts may be in flight beside it.
-        """
-        if not self.held_out:
-            return None
-        self.watcher.phase("evaluation")
-        started = time.monotonic()
-        found = self.background.run(evaluate(self.rollouts, self.held_out, self.config.evaluation.samples))
-        seconds = round(time.monotonic() - started, 3)
-        runlog.event(
-            self.run_dir, "evaluation", step=step, reward_mean=found.reward_mean, reward_sem=found.reward_sem, seconds=seconds
-        )
-        runlog.write_groups(self.run_dir / "rollouts" / f"eval_{step:06d}.jsonl", found.groups)
-        self.watcher.evaluated(step, found)
-        return found
-
-    def save(self, state: TrainState, evaluation: Evaluation | None) -> None:
-        """A checkpoint when one is due, and whenever the held-out reward is the best so far."""
-        reward = evaluation.reward_mean if evaluation else None
-        better = reward is not None and (self.best is None or reward > self.best)
-        if better:
-            self.best = reward
-        if better or self.due(int(state.step), self.config.run.checkpoint_every):
-            self.watcher.phase("checkpoint")
-            checkpoint.save(self.manager, state, {"best": self.best}, reward)
-            runlog.event(self.run_dir, "checkpoint", step=int(state.step), reward_mean=reward)
-
-    def due(self, done: int, every: int) -> bool:
-        return done == total_steps(self.config) or (every > 0 and done % every == 0)
-
-    def refuse_void(self, groups: Sequence[Group]) -> None:
-        count = sum(len(group.trajectories) for group in groups)
-        table = void_table(groups)
-        void = sum(n for _, n in table)
-        if void > self.config.rollout.max_void * count:
-            rows = "\n".join(f"  {n:6d}  {reason}" for reason, n in table)
-            most = self.config.rollout.max_void
-            raise TrainingError(f"{void} of {count} rollouts failed, more than rollout.max_void = {most}:\n{rows}")
-
-    def refuse_nonfinite(self, state: TrainState) -> None:
-        skipped = int(state.skipped)
-        if skipped >= MAX_SKIPPED:
-            raise TrainingError(
-                f"{skipped} minibatches in a row had a loss or gradient that is not finite; the weights are those of before. "
-                "Lower training.learning_rate, or look at rollouts/ for log-probabilities out of range"
-            )
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._last = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self.laps[name], self._last = now - self._last, now
+def _forget(run_dir: Path, step: int, passed_over: Sequence[str], on_event: Callable[[dict[str, Any]], None]) -> None:
+    """What was logged and saved of later steps than `step`, which are about to be run again."""
+    checkpoint.discard_after(run_dir / "checkpoints", step)
+    runlog.rewind(run_dir, step)
+    for message in passed_over:
+        on_event({"type": "checkpoint.incomplete", "message": message})
+    runlog.event(run_dir, "run.resumed", step=step, **runlog.identity())
 
 
 if __name__ == "__main__":

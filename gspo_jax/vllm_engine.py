@@ -4,7 +4,7 @@ import asyncio
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gspo_jax import peft
 from gspo_jax.adapters import adapter_sizes, adapter_table
 from gspo_jax.config import ConfigError
-from gspo_jax.outgoing import Outgoing, pack
+from gspo_jax.outgoing import OnDevice, Outgoing, pack
 from gspo_jax.policy import logprobs_of, save_policy
 from gspo_jax.scoring import whole_rows
 from gspo_jax.sections import Config
@@ -24,12 +25,11 @@ from gspo_jax.start import Start
 from gspo_jax.types import Params
 from rollout.types import Completion, SamplingParams
 from serving_bridge import capabilities
-from serving_bridge.chat import Chat
+from serving_bridge.chat import Chat, load_chat
 from serving_bridge.fleet import Fleet, Probe, Published
 from serving_bridge.nccl import NcclSender
 from serving_bridge.nccl_library import Library, NcclMissing
 from serving_bridge.publish import Transport
-from serving_bridge.shards import Shards
 from serving_bridge.stage import Stage, Staged
 from serving_bridge.transports import LoraFolder, Nccl, SharedMemory, Stream
 from serving_bridge.vllm_client import VllmClient
@@ -45,23 +45,6 @@ PROBE = (
 """What is scored on both sides after every transfer; plain prose, so that its log-probabilities are moderate."""
 MOST_PROBE_GAP = 0.2
 """Nats per token between trainer and server on the probe, above which they are taken to have different weights."""
-
-
-class OnDevice:
-    """The arrays of a version for NCCL: from the parameters while they are published, else from the staged file.
-
-    From the staged file always if they were rounded stochastically: every server is to have the same bits.
-    """
-
-    def __init__(self, outgoing: Outgoing):
-        self._outgoing = outgoing
-        self.live: tuple[int, Params] | None = None
-
-    def __call__(self, staged: Staged) -> Iterator[tuple[str, Any]]:
-        if self.live is not None and self.live[0] == staged.version and not self._outgoing.stochastic:
-            return self._outgoing.on_device(self.live[1])
-        shards = Shards(staged.path.parent, staged.path.name)
-        return ((name, jax.device_put(shards.read(name))) for name in staged.names)
 
 
 class Served:
@@ -100,6 +83,19 @@ class Served:
         return found
 
 
+def gather_served(config: Config, start: Start) -> Callable[[int, Params], None]:
+    """What a process without servers does while process 0 publishes `(version, params)`: its part of staging and probe."""
+    outgoing = _outgoing(config, start)
+    probe = _probe(start, load_chat(start.policy.folder), config.serving.context_length)
+
+    def publish(version: int, params: Params) -> None:
+        for _ in outgoing.arrays(params, version):
+            pass
+        probe(params)
+
+    return publish
+
+
 def _measured(staged: Staged, staging: float, seconds: float, done: Published) -> dict[str, float]:
     paused = [timings.paused for timings in done.timings.values()]
     found = {"sync/bytes": float(staged.nbytes), "sync/stage": staging, "sync/paused": max(paused, default=0.0),
@@ -112,7 +108,8 @@ async def open_served(
     config: Config, start: Start, chat: Chat, context_length: int, run_dir: Path, on_event: OnEvent
 ) -> AsyncIterator[Served]:
     """The servers of `[serving]`, checked; those that it started have ended when the block is left. Raises as `open_engine`."""
-    outgoing, stage = _outgoing(config, start)
+    outgoing = _outgoing(config, start)
+    stage = _stage(start, outgoing)
     on_device = OnDevice(outgoing)
     try:
         try:
@@ -142,17 +139,26 @@ def serving_dtype(config: Config) -> str:
     return config.model.compute_dtype if asked == "auto" else asked
 
 
-def _outgoing(config: Config, start: Start) -> tuple[Outgoing, Stage]:
-    """What is sent, and where it is staged: all weights, or an adapter's as a PEFT folder."""
+def training_gpus(config: Config, processes: int) -> int:
+    """GPUs of a machine that the run takes before those of the servers it starts; 0: no matter. The same in each process."""
+    topology = config.compute.topology
+    return (topology.gpus_for_training + topology.gpus_for_ref) // processes if config.serving.engine == "vllm" else 0
+
+
+def _outgoing(config: Config, start: Start) -> Outgoing:
+    """What is sent: all weights, or an adapter's."""
     sizes = start.policy.config.sizes()
+    if start.adapter is not None:
+        return Outgoing(adapter_table(start.adapter), adapter_sizes(start.adapter, sizes), "F32")
+    dtype = {"bfloat16": "BF16", "float32": "F32"}[serving_dtype(config)]
+    return Outgoing(start.policy.table, sizes, dtype, stochastic=config.serving.rounding == "stochastic")
+
+
+def _stage(start: Start, outgoing: Outgoing) -> Stage:
+    """Where it is staged; an adapter as a PEFT folder."""
     if start.adapter is None:
-        dtype = {"bfloat16": "BF16", "float32": "F32"}[serving_dtype(config)]
-        outgoing = Outgoing(start.policy.table, sizes, dtype, stochastic=config.serving.rounding == "stochastic")
-        return outgoing, Stage(outgoing.tensors)
-    outgoing = Outgoing(adapter_table(start.adapter), adapter_sizes(start.adapter, sizes), "F32")
-    return outgoing, Stage(
-        outgoing.tensors, file=peft.WEIGHTS, beside={peft.CONFIG: peft.config_text(start.adapter, start.base)}
-    )
+        return Stage(outgoing.tensors)
+    return Stage(outgoing.tensors, file=peft.WEIGHTS, beside={peft.CONFIG: peft.config_text(start.adapter, start.base)})
 
 
 def _fleet(
@@ -204,7 +210,7 @@ def _launched(
     launch, topology = config.serving.launch, config.compute.topology
     rank = start.adapter.rank if start.adapter else 0
     model = _base_folder(config, start, run_dir)
-    per, first = topology.gpus_for_vllm // launch.servers, topology.gpus_for_training + topology.gpus_for_ref
+    per, first = topology.gpus_for_vllm // launch.servers, training_gpus(config, jax.process_count())
     try:
         return [
             VllmServer(Launch(
@@ -232,7 +238,9 @@ def _base_folder(config: Config, start: Start, run_dir: Path) -> Path:
 
 def _probe(start: Start, chat: Chat, context_length: int) -> Callable[[Params], Probe]:
     ids = tuple(int(token) for token in chat.tokenizer.encode(PROBE))[: context_length - 1]
-    logprobs, batch = jax.jit(logprobs_of(start.policy)), whole_rows(np.asarray([ids], np.int32))
+    mesh, batch = start.layout.mesh, whole_rows(np.asarray([ids], np.int32))
+    whole = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    logprobs = jax.jit(logprobs_of(start.policy), out_shardings=whole)
 
     def probe(params: Params) -> Probe:
         found = np.asarray(logprobs(start.whole(params, start.frozen), batch)[0])[0, 1:]

@@ -13,13 +13,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import ml_dtypes
 import numpy as np
 from numpy.typing import DTypeLike
 
 from serving_bridge import trees
 from serving_bridge.folders import copy_side_files, new_folder
-from serving_bridge.shards import Shards, folder_tensors, raise_problems, write_shards
+from serving_bridge.shards import Shards, StoredLeaf, folder_tensors, raise_problems, write_shards
 from serving_bridge.weights import (
     Weight,
     WeightError,
@@ -29,11 +30,11 @@ from serving_bridge.weights import (
     siblings,
     tensor_names,
     tensor_shape,
-    to_leaf,
     to_tensor,
 )
 
-__all__ = ["DTYPES", "Weight", "WeightError", "export_weights", "folder_tensors", "load_weights", "save_folder"]
+__all__ = ["DTYPES", "StoredLeaf", "Weight", "WeightError", "export_weights", "folder_tensors", "load_weights", "open_weights",
+           "place", "save_folder"]  # fmt: skip
 
 DTYPES: Mapping[str, Any] = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
 """Tensor types an export may have, by their name in `config.json`."""
@@ -53,28 +54,51 @@ def load_weights(
 ) -> dict[str, Any]:
     """Returns the parameters of a Hugging Face folder as nested dicts of arrays of `dtype`.
 
-    Reads `model.safetensors` or the shards of `model.safetensors.index.json`, one tensor at a time. `put(path, array)` is
-    called once per finished leaf and its result takes the leaf's place, so the host never holds more than one leaf if `put`
-    moves it elsewhere. `ignore` are glob patterns of names the table may leave out (`"lm_head.weight"` of a tied model).
-    `twins` are pairs of names that must hold the same bits where a folder has both (the head of a tied model, its embedding).
-    `file` names the one file to read instead.
+    One tensor is read at a time. `put(path, array)` is called once per finished leaf and its result takes the leaf's place, so
+    the host never holds more than one leaf if `put` moves it elsewhere. The others are those of `open_weights`, as are errors.
+    """
+    keep, params = put or (lambda _, array: array), {}
+    for path, leaf in open_weights(folder, table, sizes, ignore, twins, file).items():
+        trees.put(params, path, keep(path, leaf.astype(dtype).read()))
+    return params
+
+
+def open_weights(
+    folder: str | Path,
+    table: Sequence[Weight],
+    sizes: Mapping[str, int],
+    ignore: Sequence[str] = (),
+    twins: Sequence[tuple[str, str]] = (),
+    file: str | None = None,
+) -> dict[str, StoredLeaf]:
+    """Returns the leaves of a Hugging Face folder by path, in the order of the table, none of them read yet.
+
+    They are in `model.safetensors` or the shards of `model.safetensors.index.json`. `ignore` are glob patterns of names the
+    table may leave out (`"lm_head.weight"` of a tied model). `twins` are pairs of names that must hold the same bits where a
+    folder has both (the head of a tied model, its embedding). `file` names the one file to read instead.
 
     Raises:
-        WeightError: no weights, a missing or corrupt file; or, before anything is read, all missing, unused, mis-shaped and
-            non-float tensors.
+        WeightError: no weights, a missing or corrupt file; or all missing, unused, mis-shaped and non-float tensors.
     """
-    folder = Path(folder)
     check_table(table, sizes)
-    tensors = Shards(folder, file)
+    tensors = Shards(Path(folder), file)
     _check_tensors(table, sizes, tensors, ignore)
     _check_twins(tensors, twins)
-    params: dict[str, Any] = {}
-    for row in table:
-        leaf = _aligned(leaf_shape(row, sizes), dtype)
-        for index, name in tensor_names(row, sizes):
-            leaf[index] = to_leaf(row, tensors.read(name), sizes)
-        trees.put(params, row.path, leaf if put is None else put(row.path, leaf))
-    return params
+    return {row.path: StoredLeaf(tensors, row, sizes) for row in table}
+
+
+def place(leaf: StoredLeaf, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Returns a leaf on the devices of a sharding. A process reads what its own devices keep, one device's part at a time."""
+    devices: dict[tuple[slice, ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        devices.setdefault(index or (), []).append(device)
+    parts = [part for index, those in devices.items() for part in _copies(leaf.read(index), those)]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+
+
+def _copies(part: np.ndarray, devices: Sequence[Any]) -> list[jax.Array]:
+    """Waited for, so that the host gives up one part before it reads the next."""
+    return jax.block_until_ready([jax.device_put(part, device) for device in devices])
 
 
 def export_weights(
@@ -164,22 +188,19 @@ def _bits(dtype: str) -> int:
     return int((re.findall(r"\d+", dtype) or ["8"])[0])
 
 
-def _aligned(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
-    """An uninitialized array whose bytes JAX may take over as they are, on the CPU."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.empty(size + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + size].view(dtype).reshape(shape)
-
-
 def _matches(name: str, globs: Sequence[str]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
 def _check_twins(tensors: Shards, twins: Sequence[tuple[str, str]]) -> None:
     for a, b in twins:
-        if {a, b} <= set(tensors.names) and tensors.read(a).tobytes() != tensors.read(b).tobytes():
+        if {a, b} <= set(tensors.names) and not _equal(tensors.read(a), tensors.read(b)):
             raise WeightError(f"{tensors.folder}: {a} differs from {b}, but tie_word_embeddings=true says that they are one")
+
+
+def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether two arrays hold the same bits, compared row by row: a whole comparison takes as much memory again."""
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
 
 
 def _check_tensors(table: Sequence[Weight], sizes: Mapping[str, int], tensors: Shards, ignore: Sequence[str]) -> None:

@@ -2,15 +2,19 @@
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from serving_bridge.weights import WeightError
+from serving_bridge.weights import Weight, WeightError, axes_of, leaf_shape, letters, sides, stacked, tensor_names, to_leaf
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -41,10 +45,11 @@ class Shards:
     def names(self) -> tuple[str, ...]:
         return tuple(self._files)
 
-    def read(self, name: str) -> np.ndarray:
-        """A copy of one tensor, bfloat16 and the like as `ml_dtypes` have them."""
+    def read(self, name: str, window: tuple[slice, ...] = ()) -> np.ndarray:
+        """A copy of one tensor, bfloat16 and the like as `ml_dtypes` have them; of a `window` of it, no more is read."""
+        file = self._file(self._files[name])
         try:
-            return self._file(self._files[name]).get_tensor(name)
+            return file.get_slice(name)[window] if window else file.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{self.folder}: tensor {name} cannot be read ({error}); fetch the folder again") from error
 
@@ -56,6 +61,77 @@ class Shards:
             except (SafetensorError, OSError) as error:
                 raise WeightError(f"{self.folder}: {filename} is corrupt or cut short ({error}); fetch it again") from error
         return self._open[1]
+
+
+@dataclass(frozen=True)
+class StoredLeaf:
+    """A Flax leaf whose tensors are still in their files: to be read whole, or only the part that one device keeps."""
+
+    tensors: Shards
+    row: Weight
+    sizes: Mapping[str, int]
+    dtype: Any = np.float32
+    """What it is read as."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole leaf."""
+        return leaf_shape(self.row, self.sizes)
+
+    def astype(self, dtype: DTypeLike) -> "StoredLeaf":
+        """The same leaf, to be read as another type."""
+        return replace(self, dtype=np.dtype(dtype))
+
+    def read(self, index: Sequence[slice] = ()) -> np.ndarray:
+        """A copy of what one slice per axis selects (none: of everything), tensor by tensor, in bytes JAX may take over.
+
+        Raises WeightError for a tensor that cannot be read.
+        """
+        rest = [slice(None)] * (len(self.shape) - len(index))
+        bounds = [part.indices(size)[:2] for part, size in zip([*index, *rest], self.shape, strict=True)]
+        found = _aligned(tuple(stop - start for start, stop in bounds), self.dtype)
+        window, inside, row, sizes = _window(self.row, bounds[len(stacked(self.row)) :], self.sizes)
+        for place, name in tensor_names(self.row, self.sizes):
+            if all(start <= i < stop for i, (start, stop) in zip(place, bounds, strict=False)):
+                at = tuple(i - start for i, (start, _) in zip(place, bounds, strict=False))
+                found[at] = to_leaf(row, self.tensors.read(name, window), sizes)[inside]
+        return found
+
+
+type Bounds = tuple[int, int]
+
+
+def _window(
+    row: Weight, bounds: Sequence[Bounds], sizes: Mapping[str, int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...], Weight, dict[str, int]]:
+    """The part of each of a row's tensors that holds what `bounds` select of a leaf's axes after the stacked ones.
+
+    `(part of the tensor, what is selected of its rearrangement, row and sizes to rearrange it by)`. Of joint axes `(n h)` a
+    range of the first alone is one piece; what is not is read whole, and cut later.
+    """
+    hf, flax = (axes_of(side) for side in sides(row))
+    size, wanted = letters(row, sizes), dict(zip(flax, bounds, strict=True))
+    if row.part:
+        wanted[row.part[0]] = row.part[1], row.part[1] + 1
+    window, read = [], {}
+    for axis in hf:
+        start, count = 0, 1
+        for letter in re.findall(r"[A-Za-z_]\w*", axis):
+            low, high = read[letter] = wanted.get(letter, (0, size[letter])) if count == 1 else (0, size[letter])
+            start, count = start * size[letter] + low, count * (high - low)
+        window.append(slice(start, start + count))
+    inside = tuple(slice(None) if axis in read and read[axis] == wanted[axis] else slice(*wanted[axis]) for axis in flax)
+    if row.part:
+        row = replace(row, part=(row.part[0], row.part[1] - read[row.part[0]][0]))
+    return tuple(window), inside, row, {letter: high - low for letter, (low, high) in read.items()}
+
+
+def _aligned(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """An uninitialized array whose bytes JAX may take over as they are, on the CPU."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
 
 
 def weight_files(folder: Path) -> list[str]:

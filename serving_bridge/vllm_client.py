@@ -91,7 +91,7 @@ class VllmClient(Connection):
         return bool((await self.table("/is_sleeping", timeout_s)).get("is_sleeping"))
 
     async def slept(self) -> tuple[bool, bool]:
-        """Whether its weights may be out of its memory now, and whether they may have been since it started. Raises ServerError.
+        """Whether its weights may be out of its memory now, and may have been since it started. Raises ServerError.
 
         vLLM says of a server that is only paused, too, that it is sleeping; its metrics know better, unless it was started
         with --disable-log-stats.

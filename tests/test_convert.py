@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from serving_bridge import folders
-from serving_bridge.convert import Weight, WeightError, export_weights, load_weights, save_folder
+from serving_bridge.convert import Weight, WeightError, export_weights, load_weights, open_weights, save_folder
 from serving_bridge.weights import leaf_axes, leaf_shape, tensor_names
 
 MODELS = Path(__file__).parent / "data" / "models"
@@ -136,6 +136,26 @@ def test_identity_of_any_layout(
     exported = dict(export_weights(params, [row], sizes))
     assert list(exported) == [name for _, name in tensor_names(row, sizes)]
     assert all(same_bits(tensors[name], exported[name]) for name in names)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), data=st.data())
+def test_any_part_of_any_layout_is_cut_out_of_the_whole(
+    case: tuple[tuple[str, str, str], dict[str, int], tuple[int, ...], list[str]], data: st.DataObject
+):
+    """What one device of a mesh reads."""
+    (path, name, layout), sizes, shape, names = case
+    row, size = Weight(path, name, layout), math.prod(shape)
+    tensors = {name: np.arange(i * size, (i + 1) * size, dtype=np.float32).reshape(shape) for i, name in enumerate(names)}
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(tensors, Path(folder) / "model.safetensors")
+        leaf = open_weights(folder, [row], sizes)["a/b"]
+        starts = [data.draw(st.integers(0, n - 1)) for n in leaf.shape]
+        index = tuple(slice(i, data.draw(st.integers(i + 1, n))) for i, n in zip(starts, leaf.shape, strict=True))
+        whole, part = leaf.read(), leaf.read(index)
+        begun = leaf.read(index[:1])
+    assert same_bits(part, np.ascontiguousarray(whole[index]))
+    assert same_bits(begun, np.ascontiguousarray(whole[index[:1]]))
 
 
 def test_stacked_layout_places_every_element(source: Path):

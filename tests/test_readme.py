@@ -156,7 +156,7 @@ def test_every_command_is_in_the_table():
         f"gspo_jax.{path.stem}"
         for path in (ROOT / "gspo_jax").glob("*.py")
         if 'if __name__ == "__main__"' in path.read_text() and path.stem != "config"
-    }
+    } | {f"gspo_jax.{path.parent.name}" for path in (ROOT / "gspo_jax").glob("*/__main__.py")}
     assert {module for module, _ in LAST_COMMANDS} == commands | {"rollout.task_app"}
 
 

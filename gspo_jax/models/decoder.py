@@ -12,10 +12,25 @@ from jaxtyping import Float, Int
 
 from gspo_jax import parallel
 from gspo_jax.models.embedding import embed
-from gspo_jax.models.layers import Cache, Context, Ints, Layer, Linear, RMSNorm, Spots, attend, context_of, parameter
+from gspo_jax.models.layers import (
+    Cache,
+    Context,
+    Ints,
+    Layer,
+    Linear,
+    RMSNorm,
+    Spots,
+    attend,
+    attend_rows,
+    context_of,
+    parameter,
+)
 from gspo_jax.models.rotary import Rope, rotate
 from gspo_jax.models.settings import Settings
 from gspo_jax.models.stages import Stage, stage_name, stages
+
+UNLIMITED = 2**30
+"""Positions: more than any row has."""
 
 type Carry = tuple[Array, Cache | None]
 
@@ -70,12 +85,24 @@ class Attention(nn.Module):
                 values=cache.values.at[layer.slot, rows, positions].set(v, mode="drop"),
             )
             k, v = cache.keys[layer.slot], cache.values[layer.slot]
-        out = heads.back(attend(*heads.over_rows(q, k, v), mask, c.attention_scale))
+        q, k, v = heads.over_rows(q, k, v)
+        if cache is None:
+            out = attend_rows(q, k, v, context.spots, mask, c.attention_scale, self.window(context, layer))
+        else:
+            out = attend(q, k, v, mask, c.attention_scale)
+        out = heads.back(out)
         if gate is not None:
             out *= nn.sigmoid(gate)
         shape = (c.num_attention_heads, c.head_dim, c.hidden_size)
         how = "in" if heads.split else "none"
         return Linear(shape, 2, out_bias, self.dtype, how, name="out")(out), cache
+
+    def window(self, context: Context, layer: Layer) -> Array | None:
+        """How many positions a query of this layer looks back, where some layers' do not see them all."""
+        sliding = self.config.sliding
+        if context.window is None or not any(sliding):
+            return None
+        return jnp.where(jnp.asarray(sliding)[layer.number], self.config.sliding_window or UNLIMITED, UNLIMITED)
 
     def reach(self, context: Context, layer: Layer) -> tuple[Rope, Array]:
         """The rotary embedding and the mask of this layer."""

@@ -10,6 +10,7 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from gspo_jax import parallel
+from gspo_jax.models import cuda
 from gspo_jax.models.layers import computed, parameter
 from gspo_jax.models.tables import Rows
 
@@ -108,7 +109,7 @@ class ExpertMLPs(nn.Module):
 class GroupedLinear(nn.Module):
     """`Linear` with a kernel per expert: the first `sizes[0]` tokens meet the first one, the next `sizes[1]` the second, ...
 
-    GPU and TPU compute just that (`jax.lax.ragged_dot`). On a CPU XLA has no such product: every token meets every kernel,
+    CUDA computes just that (`grouped.product`). On a CPU XLA has no such product: every token meets every kernel,
     zeros in place of the others' tokens, at e times the arithmetic and a copy of the tokens e times as wide (32 experts, 2048
     pairs, 256 x 128 kernels: 48 ms and 71 MB against 0.9 ms and nothing for one dense product): fine for tests and toys.
     """
@@ -128,7 +129,7 @@ class GroupedLinear(nn.Module):
         if self.has_variable("params", "lora_a"):
             a, b = (self.get_variable("params", name).astype(self.dtype) for name in ("lora_a", "lora_b"))
             a, b = parallel.whole(a, (*shape[:2], a.shape[-1])), parallel.whole(b, (shape[0], b.shape[1], shape[2]))
-            out += jax.lax.ragged_dot(jax.lax.ragged_dot(x, a, sizes), b, sizes)
+            out += ragged(ragged(x, a, sizes), b, sizes)
         return out
 
 
@@ -137,7 +138,16 @@ def grouped_product(
     x: Float[Array, "p d"], kernel: Any, sizes: Int[Array, " e"], dtype: Any, shape: tuple[int, ...]
 ) -> Float[Array, "p f"]:
     """`layers.product` in groups."""
-    return jax.lax.ragged_dot(x, computed(kernel, dtype, shape), sizes)
+    return ragged(x, computed(kernel, dtype, shape), sizes)
+
+
+def ragged(x: Float[Array, "p d"], kernel: Float[Array, "e d f"], sizes: Int[Array, " e"]) -> Float[Array, "p f"]:
+    """`jax.lax.ragged_dot`; on CUDA, where XLA would multiply every token by every kernel, our own products of groups."""
+    if not cuda.installed():
+        return jax.lax.ragged_dot(x, kernel, sizes)
+    from gspo_jax.models.grouped import product  # Pallas's part for GPUs, which nothing else needs
+
+    return product(x, kernel, sizes)
 
 
 def check_chosen(chosen: int, experts: int) -> None:

@@ -6,56 +6,25 @@ It alone writes its results, so nothing depends on which program comes first.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
+
+from gspo_jax.models.flash_plan import Tile
 
 LOG2E = math.log2(math.e)
 NEVER = -1e30
 """Score of a pair that the mask forbids."""
 
 
-class Tile(NamedTuple):
-    """How a kernel cuts rows: tokens of a block, warps of a program, stages of its pipeline."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-
-class Tiles(NamedTuple):
-    """The cut of each kernel."""
-
-    forward: Tile
-    queries: Tile
-    keys: Tile
-
-
-ALIGNMENT = 128
-"""What every block size divides."""
-
-
-def tiles(width: int, dtype: Any) -> Tiles:
-    """Blocks for heads of `width` (a power of two): the largest that fit an H100's registers without spilling, two programs a
-    multiprocessor where its shared memory allows. float32 has no tensor cores and multiplies from registers: small ones."""
-    if jnp.dtype(dtype).itemsize == 4:
-        side = 32 if width <= 64 else 16
-        return Tiles(*[Tile(side, side, 8, 1)] * 3)
-    if width <= 64:
-        return Tiles(Tile(128, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2))
-    if width <= 128:
-        return Tiles(Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2))
-    return Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2))
-
-
-def forward_kernel(plan: Any, rows: Any, q_ref: Any, k_ref: Any, v_ref: Any, out_ref: Any, lse_ref: Any, *, scale: float, tile: Tile):  # fmt: skip
+def forward_kernel(*refs: Any, scale: float, tile: Tile) -> None:
     """Writes the attention of a block of queries `[q h]` and the base-2 logarithm of its softmax's denominator `[q]`."""
+    plan, rows, q_ref, k_ref, v_ref, out_ref, lse_ref = refs
     queries = pl.ds(pl.program_id(0) * tile.queries, tile.queries)
     q = q_ref[...]
 
@@ -72,11 +41,12 @@ def forward_kernel(plan: Any, rows: Any, q_ref: Any, k_ref: Any, v_ref: Any, out
     seeing = top > NEVER / 2
     total = jnp.where(seeing, total, 1.0)
     out_ref[...] = jnp.where(seeing[:, None], out / total[:, None], 0.0).astype(out_ref.dtype)
-    lse_ref[...] = jnp.where(seeing, top + jnp.log2(total), -NEVER)  # no score has any weight against this
+    lse_ref[...] = jnp.where(seeing, top + jnp.log2(total), -NEVER)  # against which no score has any weight
 
 
-def queries_kernel(plan: Any, rows: Any, q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, lse_ref: Any, delta_ref: Any, dq_ref: Any, *, scale: float, tile: Tile):  # fmt: skip
-    """Writes the gradient of a block of queries `[q h]`; `delta` is the sum of each output times its gradient."""
+def queries_kernel(*refs: Any, scale: float, tile: Tile) -> None:
+    """Writes the gradient of a block of queries `[q h]`; `delta` `[q]` is each output's product with its gradient."""
+    plan, rows, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, dq_ref = refs
     queries = pl.ds(pl.program_id(0) * tile.queries, tile.queries)
     q, dout, lse, delta = q_ref[...], dout_ref[...], lse_ref[...], delta_ref[...]
 
@@ -92,8 +62,9 @@ def queries_kernel(plan: Any, rows: Any, q_ref: Any, k_ref: Any, v_ref: Any, dou
     dq_ref[...] = (dq * scale).astype(dq_ref.dtype)
 
 
-def keys_kernel(plan: Any, rows: Any, q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, lse_ref: Any, delta_ref: Any, dk_ref: Any, dv_ref: Any, *, scale: float, tile: Tile):  # fmt: skip
-    """Writes the gradients of a block of keys and values `[s h]`, summed over the query heads that share them."""
+def keys_kernel(*refs: Any, scale: float, tile: Tile) -> None:
+    """Writes the gradients of a block of keys and of values `[s h]`, summed over the query heads that share them, in order."""
+    plan, rows, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, dk_ref, dv_ref = refs
     keys = pl.ds(pl.program_id(0) * tile.keys, tile.keys)
     k, v = k_ref[...], v_ref[...]
 
@@ -129,24 +100,19 @@ def _sweep[T](plan: Any, visit: Callable[[Array, Array, T], T], carry: T) -> T:
 
 
 def _visible(
-    scores: Float[Array, "q s"], whole: Bool[Array, ""], rows: Any, queries: Any, keys: Any, transposed: bool = False
-) -> Float[Array, "q s"]:
-    """Scores with those of forbidden pairs replaced; `[s q]` if transposed."""
+    scores: Float[Array, "i j"], whole: Array, rows: Any, queries: Any, keys: Any, transposed: bool = False
+) -> Float[Array, "i j"]:
+    """Scores `[q s]` (or `[s q]`, if transposed) with those of forbidden pairs replaced, unless all of them are visible."""
+    q, s = (slice(None), None), (None, slice(None))
+    if transposed:
+        q, s = s, q
 
     def masked(scores: Array) -> Array:
-        (own, prefix, far), (segment, position) = (rows[i, queries] for i in range(3)), (rows[i, keys] for i in (3, 4))
-        earlier = queries.start + jnp.arange(queries.size), keys.start + jnp.arange(keys.size)
-        side, other = (1, 0) if transposed else (0, 1)
-
-        def pair(query: Array, key: Array) -> tuple[Array, Array]:
-            return jnp.expand_dims(query, other), jnp.expand_dims(key, side)
-
-        def same(query: Array, key: Array) -> Int[Array, "q s"]:
-            query, key = pair(query, key)
-            return query == key
-
-        (i, j), (limit, at) = pair(*earlier), pair(far, position)
-        return jnp.where((same(own, segment) | same(prefix, segment)) & (i >= j) & (at > limit), scores, NEVER)
+        own, prefix, far = (rows[i, queries] for i in range(3))
+        segment, position = (rows[i, keys] for i in (3, 4))
+        earlier = (queries.start + jnp.arange(queries.size))[q] >= (keys.start + jnp.arange(keys.size))[s]
+        related = (own[q] == segment[s]) | (prefix[q] == segment[s])
+        return jnp.where(earlier & related & (position[s] > far[q]), scores, NEVER)
 
     return jax.lax.cond(whole, lambda scores: scores, masked, scores)
 

@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from numpy import ndarray
 
 from gspo_jax import parallel
+from gspo_jax.models import cuda
 from gspo_jax.models.quantize import is_quantized, matrix
 
 Ints = Int[Array, "b t"] | Int[ndarray, "b t"]
@@ -178,3 +179,26 @@ def attend(
     scores = jnp.einsum("btkgh,bskh->bkgts", groups, k, preferred_element_type=jnp.float32) * scale
     weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, -1e30), -1).astype(v.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(b, t, n, h)
+
+
+def attend_rows(
+    q: Float[Array, "b t n h"],
+    k: Float[Array, "b t k h"],
+    v: Float[Array, "b t k h"],
+    spots: Spots,
+    mask: Bool[Array, "b t t"],
+    scale: float,
+    window: Int[Array, ""] | None,
+) -> Float[Array, "b t n h"]:
+    """`attend` within packed rows. On CUDA a flash kernel, for which `spots` and `window` are the mask: no `[t t]` exists."""
+    if not cuda.installed():
+        return attend(q, k, v, mask, scale)
+    from gspo_jax.models.flash import flash  # Pallas's part for GPUs, which nothing else needs
+
+    def dense(q: Array, k: Array, v: Array, spots: Spots, mask: Array, window: Array | None) -> Array:
+        return attend(q, k, v, mask, scale)
+
+    def sparse(q: Array, k: Array, v: Array, spots: Spots, mask: Array, window: Array | None) -> Array:
+        return flash(q, k, v, spots, scale, window)
+
+    return jax.lax.platform_dependent(q, k, v, spots, mask, window, cuda=sparse, default=dense)

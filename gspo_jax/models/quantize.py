@@ -1,13 +1,17 @@
 """Quantized kernels: qwix arrays that stand where a float array stood. Only `Linear` and the experts read them."""
 
+import itertools
 import math
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import qwix
 from jax import Array
+from jax.sharding import NamedSharding
 
 TILE = 64
 """Input features that share one scale, at most; the block size of QLoRA (arXiv 2305.14314)."""
@@ -32,6 +36,42 @@ def quantize(kernel: Array, inputs: int, batch: int, qtype: str, dtype: Any) -> 
 def _quantized(matrices: Array, qtype: str, dtype: Any) -> qwix.QArray:
     how = {"qtype": QTYPES[qtype], "tiled_axes": {0: tile_size(matrices.shape[1]), 1: 1}, "scale_dtype": dtype}
     return jax.lax.map(lambda x: qwix.quantize(x.astype(jnp.float32), **how), matrices)
+
+
+type Rooms = Mapping[tuple[slice, ...], np.ndarray]
+"""Parts of an array, by what they are of it."""
+
+
+def join_layers(layers: Iterator[qwix.QArray], count: int, place: Callable[[qwix.QArray], NamedSharding | None]) -> qwix.QArray:
+    """Quantized layers `[1 ...]` as one array `[count ...]` with the sharding that `place` says (None: on the default device).
+
+    One layer at a time is on the device that quantizes; of the others the host has the parts that its own devices keep.
+    """
+    first = next(layers)
+    sharding, (arrays, tree) = place(first), jax.tree.flatten(first)
+    shapes = [(count, *x.shape[1:]) for x in arrays]
+    rooms = [_rooms(shape, x.dtype, sharding) for shape, x in zip(shapes, arrays, strict=True)]
+    for i, layer in enumerate(itertools.chain([first], layers)):
+        for parts, x in zip(rooms, map(np.asarray, jax.tree.leaves(layer)), strict=True):
+            for index, room in parts.items():
+                start, stop, _ = index[0].indices(count)
+                if start <= i < stop:
+                    room[i - start] = x[0][index[1:]]
+    return tree.unflatten(_settled(parts, shape, sharding) for parts, shape in zip(rooms, shapes, strict=True))
+
+
+def _rooms(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding | None) -> Rooms:
+    whole = (slice(None),) * len(shape)
+    places = [whole] if sharding is None else sharding.addressable_devices_indices_map(shape).values()
+    return {
+        index: np.empty([len(range(n)[part]) for n, part in zip(shape, index, strict=True)], dtype) for index in places if index
+    }
+
+
+def _settled(parts: Rooms, shape: tuple[int, ...], sharding: NamedSharding | None) -> Array:
+    if sharding is None:
+        return jax.device_put(*parts.values())
+    return jax.make_array_from_callback(shape, sharding, lambda index: parts[index or ()])
 
 
 def tile_size(features: int) -> int:
