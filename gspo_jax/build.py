@@ -46,6 +46,8 @@ class Trainer(NamedTuple):
 
     init: Callable[[Params], TrainState]
     """Parameters in their places to a fresh state in its own."""
+    like: Callable[[Params], TrainState]
+    """The same without arrays: shapes, types and places, to restore into."""
     compiled: Callable[[TrainState], Callable[..., tuple[TrainState, Metrics]]]
     """`Learner.update` as it is run on states in the places of this one: compiled, donating them, leaving new ones there."""
     batch: Callable[[Sequence[Group], Params], Prepared]
@@ -101,11 +103,18 @@ def build_trainer(config: Config, start: Start, load: Callable[[Config, Start], 
         shapes = jax.eval_shape(learn.init, params)
         return jax.jit(learn.init, out_shardings=layout.shardings(shapes))(params)
 
+    def like(params: Params) -> TrainState:
+        shapes = jax.eval_shape(learn.init, params)
+        places = layout.shardings(shapes)
+        if places is None:
+            return shapes
+        return jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), shapes, places)
+
     def compiled(state: TrainState) -> Callable[..., tuple[TrainState, Metrics]]:
         places = layout.shardings(state)
         return jax.jit(learn.update, donate_argnums=0, out_shardings=None if places is None else (places, None))
 
-    return Trainer(init, compiled, batch, start.frozen, score)
+    return Trainer(init, like, compiled, batch, start.frozen, score)
 
 
 def packing_of(config: Config, start: Start, reference: Reference | None = None) -> Packing:

@@ -49,10 +49,9 @@ def learn(
 
 def first_state(trainer: Trainer, params: Params, run_dir: Path, step: int | None) -> tuple[TrainState, float | None]:
     """A fresh state, or that of checkpoint `step`; and the best held-out reward before it."""
-    state = trainer.init(params)
     if step is None:
-        return state, None
-    state, run = checkpoint.restore(run_dir / "checkpoints", step, state)
+        return trainer.init(params), None
+    state, run = checkpoint.restore(run_dir / "checkpoints", step, trainer.like(params))
     return state, run["best"]
 
 

@@ -185,3 +185,16 @@ def test_the_least_bytes_by_hand():
         "tensor": pytest.approx(1 * 7 * 5 * 16),
         "replica": pytest.approx(60 / 4 * 3),
     }
+
+
+def test_kernels_of_this_package_are_counted_by_line():
+    """Pallas kernels are custom calls of the GPU compiler; those of libraries have other targets."""
+    own = 'custom_call_target="__gpu$xla.gpu.triton", metadata={source_file="/a/gspo_jax/models/flash.py" source_line=7}'
+    module = parse(
+        "HloModule m\n\nENTRY %main (p: f32[4]) -> f32[4] {\n"
+        "  %p = f32[4]{0} parameter(0)\n"
+        f"  %a = f32[4]{{0}} custom-call(%p), {own}\n"
+        f"  %b = f32[4]{{0}} custom-call(%a), {own}\n"
+        '  ROOT %c = f32[4]{0} custom-call(%b), custom_call_target="__cublas$gemm"\n}\n'
+    )
+    assert module.kernels() == {"models/flash.py:7": 2}

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _NAMES = re.compile(r"%([\w.\-]+)")
 _TABLE = re.compile(r"^(\d+) (.*)$")
 OURS = "gspo_jax/"
+KERNEL = 'custom_call_target="__gpu$xla.gpu.triton"'
 
 
 class Instruction(NamedTuple):
@@ -86,6 +88,11 @@ class Module:
             return f"{inline[1].rpartition(OURS)[2]}:{inline[2]}"
         found = re.search(r"stack_frame_id=(\d+)", instruction.rest)
         return self._frame(int(found[1])) if found else ""
+
+    def kernels(self) -> dict[str, int]:
+        """How often kernels of this package's own (Pallas) are called in the text, by source line: attention, experts."""
+        own = (s.instruction for s in self.steps() if s.instruction.opcode == "custom-call" and KERNEL in s.instruction.rest)
+        return dict(Counter(self.line(each) for each in own))
 
     def _frame(self, number: int) -> str:
         frames, places = self.tables.get("StackFrames", {}), self.tables.get("FileLocations", {})

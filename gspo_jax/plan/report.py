@@ -41,6 +41,7 @@ def report(config: Config, built: Built, target: Target, price: float | None = N
         "gpu": target.gpu.name, "gpus": gpus, "mesh": built.shape._asdict(), "peak_bytes": peak, "capacity_bytes": capacity,
         "reserve_bytes": RESERVE, "peaks": peaks, "memory": _memory(built), "donated": built.donated,
         "temporaries": [each._asdict() for each in temporaries(built.update.module)],
+        "kernels": built.update.module.kernels(),
         "collectives": [each._asdict() | {"wire_bytes": each.wire} for each in found],
         "least_wire_bytes": least(config, built), "model_flops": flops.model, "computed_flops": flops.computed,
         "seconds": bounds, "seconds_roofline": slowest, "mfu_ceiling": flops.model / gpus / target.gpu.flops / slowest,
@@ -122,6 +123,10 @@ def words(found: Mapping[str, Any]) -> Iterator[str]:
     yield "largest temporaries of the update, by source line"
     for each in found["temporaries"]:
         yield f"  {each['bytes'] / GB:9.3f} GB  {each['line']}  {each['shape']} x {each['number']}"
+    if found["kernels"]:
+        yield "kernels of its own in the update, by source line"
+    for line, number in found["kernels"].items():
+        yield f"  {number:9d}     {line}"
     yield from _traffic(found)
     yield from _time(found)
     verdict = "fits" if found["fits"] else "DOES NOT FIT"
