@@ -35,16 +35,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
     return make
 
 
-def rows(recurrent: bool) -> Batch:
-    """Four rows of 32, several trajectories in each."""
+def rows(recurrent: bool, count: int) -> Batch:
+    """So many rows of 32, several trajectories in most."""
     groups = random_groups(1, 4, 4, prompt=7, completion=6)
     mode = "packed" if recurrent else "shared_prefix"
-    return micro(pack(groups, [[1.0, -1.0, 0.5, -0.5]] * 4, 16, Packing(32, 4, mode)))
+    return micro(pack(groups, [[1.0, -1.0, 0.5, -0.5]] * 4, 16, Packing(32, count, mode)))
 
 
-def measured(start: Start):
+def measured(start: Start, count: int):
     """Log-probabilities, statistics of routers, and gradients of a sum of sines of log-probabilities and entropies."""
-    logprobs, batch = logprobs_of(start.policy, layout=start.layout), rows(start.policy.config.recurrent)
+    logprobs, batch = logprobs_of(start.policy, layout=start.layout), rows(start.policy.config.recurrent, count)
 
     def total(params, frozen, batch):
         found, entropy, *stats = logprobs(start.whole(params, frozen), batch)
@@ -55,8 +55,8 @@ def measured(start: Start):
     return jax.device_get(found), jax.device_get(grads)
 
 
-def assert_same(start: Start, plain: Start) -> None:
-    (found, grads), (expected, wanted) = measured(start), measured(plain)
+def assert_same(start: Start, plain: Start, count: int = 4) -> None:
+    (found, grads), (expected, wanted) = measured(start, count), measured(plain, count)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, expected)
     assert np.abs(expected[0]).max() > 1
     for (path, a), (_, b) in zip(leaves(grads), leaves(wanted), strict=True):
@@ -100,6 +100,7 @@ def test_layers_are_split_where_nothing_else_divides(folder):
     start = load_start(config, make_mesh(MeshShape(fsdp=3)))
     kernel = start.params["layers"]["mlp"]["gate"]["kernel"]
     assert kernel.addressable_shards[0].data.shape == (1, *kernel.shape[1:])
+    assert_same(start, load_start(config), 6)
 
 
 def test_heads_that_a_sequence_axis_does_not_divide_are_refused(folder):
