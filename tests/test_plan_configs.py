@@ -1,4 +1,4 @@
-"""Every shipped config, planned at reduced size."""
+"""The quickstart and the configs for GPUs, planned at reduced size."""
 
 import json
 import tomllib
@@ -13,7 +13,8 @@ from gspo_jax.plan.compiling import compile_run
 from gspo_jax.plan.report import report
 from gspo_jax.plan.targets import target_of
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
+FOLDER = Path(__file__).parent.parent / "configs"
+CONFIGS = [FOLDER / "quickstart.toml", *sorted(FOLDER.glob("qwen3*.toml")), *sorted(FOLDER.glob("llama3*.toml"))]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

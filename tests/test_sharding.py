@@ -146,7 +146,7 @@ def alone():
 
 @pytest.mark.parametrize(
     "shape",
-    [(1, 2, 1, 1), (4, 1, 1, 1), (1, 8, 1, 1), (1, 1, 2, 1), (1, 1, 1, 4), (2, 2, 2, 1), (1, 2, 2, 2), (1, 1, 8, 1)],
+    [(1, 2, 1, 1), (1, 8, 1, 1), (1, 1, 1, 4), (2, 2, 2, 1), (1, 2, 2, 2), (1, 1, 8, 1)],
 )
 def test_the_same_update_on_every_mesh(alone, shape: tuple):
     """Parameters after three steps to 1e-6 of each leaf's largest, and the metrics."""
