@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Iterator
 from types import TracebackType
@@ -15,6 +16,16 @@ START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 _GRACE_S = 2
 _BACKLOG = 2048
+
+
+class _Cancelled(logging.Filter):
+    """Leaves out the tracebacks of requests that were cancelled: uvicorn logs those it ends itself as errors of the app."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
+_CANCELLED = _Cancelled()
 
 
 class _Uvicorn(uvicorn.Server):
@@ -67,6 +78,7 @@ async def serve(app: Any, host: str = "127.0.0.1", port: int = 0) -> Server:
     Raises OSError when host:port cannot be bound, RuntimeError when the app does not start within 10 s.
     """
     sock = _listen(host, port)
+    logging.getLogger("uvicorn.error").addFilter(_CANCELLED)  # the same one again is no second one
     config = uvicorn.Config(
         app,
         http="h11",

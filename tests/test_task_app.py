@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -514,3 +514,26 @@ def test_template_is_checked():
         arithmetic.addition(template="{x}")
     with pytest.raises(ValueError, match="names none of its fields"):
         arithmetic.addition(template="hello")
+
+
+def test_requests_that_outlive_their_server_are_cancelled_without_a_traceback(caplog: pytest.LogCaptureFixture):
+    """Ctrl-C on a loaded machine printed a traceback of uvicorn for each request that was still running."""
+    began = asyncio.Event()
+
+    async def app(scope, receive, send):
+        if scope["type"] == "http":
+            began.set()
+            await asyncio.sleep(60)
+
+    async def main():
+        server = await serve(app)
+        async with httpx.AsyncClient(trust_env=False, timeout=30) as client:
+            asked = asyncio.create_task(client.get(server.url))
+            await began.wait()
+            await server.aclose()
+            with suppress(httpx.HTTPError):
+                await asked
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    assert began.is_set()
+    assert [record for record in caplog.records if record.exc_info] == []
