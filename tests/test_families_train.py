@@ -1,4 +1,4 @@
-"""Every family through the whole loop: task app, gateway, sampler, update, publish, export; all weights, LoRA and QLoRA."""
+"""Every family through the whole loop: task app, gateway, sampler, update, publish, export; all weights, LoRA or QLoRA."""
 
 import re
 from collections.abc import Callable
@@ -47,8 +47,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
-@pytest.mark.parametrize("family", FAMILIES)
+ADAPTED = [("llama", "qlora"), ("qwen2", "qlora"), ("qwen3", "lora"), ("qwen3_moe", "qlora"), ("qwen3_5", "qlora"),
+           ("qwen3_5_moe", "lora"), ("gemma3", "lora")]  # fmt: skip
+"""A kind of adapter for each family; both kinds meet attention, linear attention and experts."""
+
+
+@pytest.mark.parametrize(("family", "mode"), [*((family, "full") for family in FAMILIES), *ADAPTED])
 def test_a_step_of_every_family(family: str, mode: str, folder, compiled: Path, tmp_path: Path):
     model, notes = folder(family), Notes()
     quantized = "training.lora.quantization=int8" if family == "qwen2" else "training.lora.quantization=nf4"
