@@ -54,10 +54,22 @@ class Loop:
     frozen_digest: str | None
     team: Team
 
+    def refuse_other_problems(self, first: int, sizes: dict[str, int]) -> None:
+        """TrainingError when a resumed run meets a task app with other numbers of problems: the rest of an epoch would be of
+        other ones."""
+        begun = [e for e in runlog.read_lines(self.run_dir / "events.jsonl") if e["type"] == "run.started" and "problems" in e]
+        if first and begun and begun[-1]["problems"] != sizes:
+            raise TrainingError(
+                f"the task app has {sizes} problems by split, and had {begun[-1]['problems']} when this run began; "
+                "serve the same task, or begin a new run with another run.name"
+            )
+
     def steps(self, state: TrainState) -> Iterator[Step]:
         first, total = int(state.step), total_steps(self.config)
         self.watcher.started(self.run_dir, self.config, first)
-        runlog.event(self.run_dir, "run.started", step=first, steps=total)
+        sizes = dict(self.rollouts.sizes)
+        self.refuse_other_problems(first, sizes)
+        runlog.event(self.run_dir, "run.started", step=first, steps=total, problems=sizes)
         self.publish(state)
         if first == 0:
             self.evaluate(0)

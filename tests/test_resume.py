@@ -1,6 +1,7 @@
 """A run that was killed, stopped or extended, and went on, is the run that was not; and its log replays."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from helpers_train import STEPS, Commands, Finished, child, config_file, config_of, events, lines
 
 from gspo_jax import replay
-from gspo_jax.train import train
+from gspo_jax.train import TrainingError, train
 from gspo_jax.watcher import Watcher
 from rollout.task import Task
 from rollout.types import Trajectory
@@ -270,3 +271,15 @@ def test_cli_03_a_run_directory_has_one_owner_who_cannot_outlive_its_process(
         owner.wait()
         owner.stdout.close()
     assert command.train(*words).code == 0
+
+
+def test_ckp_07_a_run_does_not_go_on_with_other_problems(model: Path, tmp_path: Path):
+    """A resumed run skipped rows of another dataset that it had consumed of the first."""
+    config = config_of(model, "evaluation.instances=0", "run.checkpoint_every=1", "training.iterations_per_epoch=2")
+    for size, words in ((6, None), (5, "5} problems by split, and had {'train': 6}")):
+        task = Task(lambda problem: f"say {problem.seed}", lambda text, _: float(len(text)), splits={"train": size})
+        if words is None:
+            next(iter(train(config, task=task, run_dir=tmp_path / "run")))
+            continue
+        with pytest.raises(TrainingError, match=re.escape(words)):
+            list(train(config, task=task, run_dir=tmp_path / "run", resume=True))
