@@ -30,13 +30,6 @@ def put(tree: dict[str, Any], path: str, leaf: Any) -> None:
     tree[last] = leaf
 
 
-def named(path: str, leaf: Any) -> dict[str, Any]:
-    """The tree that has this leaf only."""
-    found: dict[str, Any] = {}
-    put(found, path, leaf)
-    return found
-
-
 def joined(a: Tree, b: Tree) -> dict[str, Any]:
     """Two trees of disjoint leaves as one."""
     both = {key: joined(a[key], b[key]) for key in a.keys() & b.keys()}

@@ -10,14 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, export
+from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Float, Int
 
-from gspo_jax import parallel
 from gspo_jax.models.flash_kernels import forward_kernel, keys_kernel, queries_kernel
 from gspo_jax.models.flash_plan import ALIGNMENT, Tile, mask_rows, plans, tiles
+from gspo_jax.models.launch import launch, together
 from gspo_jax.models.layers import Spots
 
 
@@ -41,8 +40,7 @@ def flash(
     rows = mask_rows(spots, window)
     pads = ((0, 0), (0, -t % ALIGNMENT), (0, 0), (0, pl.next_power_of_2(max(h, 16)) - h))
     given = (*(jnp.pad(x, pads) for x in (q, k, v)), rows)
-    given = parallel.varying(given, sorted({name for x in given for name in _axes(x).varying}))
-    return _flash(scale, interpret, *given)[:, :t, :, :h]
+    return _flash(scale, interpret, *together(given))[:, :t, :, :h]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -124,26 +122,7 @@ def _launch(
     """The kernel on a grid of blocks, heads and rows; `args` are its plan, `rows` and what `specs` say, `out` its results."""
     plan = pl.BlockSpec((None, None, 8), lambda i, j, r: (r, i, 0))
     rows = pl.BlockSpec((None, *args[1].shape[1:]), lambda i, j, r: (r, 0, 0))
-
-    def call(*args: Array) -> Sequence[Array]:
-        return pl.pallas_call(
-            kernel,
-            out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=_axes(args[0])) for _, shape, dtype in out],
-            grid=grid,
-            in_specs=[plan, rows, *specs],
-            out_specs=[spec for spec, _, _ in out],
-            compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-            interpret=interpret,
-        )(*args)
-
-    if not interpret:
-        return call(*args)
-    # The interpreter knows nothing of manual axes: what it does is traced where there are none.
-    exported = export.export(jax.jit(call))(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args))
-    return parallel.varying(exported.call(*args), sorted(_axes(args[0]).varying))
-
-
-def _axes(x: Array) -> Any:
-    """Over which mesh axes an array varies."""
-    kind: Any = jax.typeof(x)
-    return kind.manual_axis_type
+    return launch(
+        kernel, args, [(shape, dtype) for _, shape, dtype in out], 0, warps=tile.warps, stages=tile.stages, interpret=interpret,
+        grid=grid, in_specs=[plan, rows, *specs], out_specs=[spec for spec, _, _ in out],
+    )  # fmt: skip

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, export
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Float, Int
 
-from gspo_jax import parallel
+from gspo_jax.models.launch import launch, together
 
 
 class Tile(NamedTuple):
@@ -59,7 +59,7 @@ def grouped(
     if x.dtype != kernel.dtype:
         raise ValueError(f"x of {x.dtype} and kernel of {kernel.dtype} must be of one type")
     given = (x, kernel, sizes)
-    return _grouped(interpret, *parallel.varying(given, sorted({name for a in given for name in _axes(a).varying})))
+    return _grouped(interpret, *together(given))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -196,26 +196,8 @@ def _launch(
     args: tuple[Array, ...],
 ) -> Array:
     """The kernel on a grid; `args` are its plan, of which a program sees one line, and two arrays that it sees whole."""
-
-    def call(*args: Array) -> Array:
-        return pl.pallas_call(
-            kernel,
-            out_shape=jax.ShapeDtypeStruct(shape, args[1].dtype, manual_axis_type=_axes(args[1])),
-            grid=grid,
-            in_specs=[plan, pl.BlockSpec(), pl.BlockSpec()],
-            out_specs=pl.BlockSpec(),
-            compiler_params=triton.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-            interpret=interpret,
-        )(*args)
-
-    if not interpret:
-        return call(*args)
-    # The interpreter knows nothing of manual axes: what it does is traced where there are none.
-    exported = export.export(jax.jit(call))(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args))
-    return parallel.varying(exported.call(*args), sorted(_axes(args[1]).varying))
-
-
-def _axes(x: Array) -> Any:
-    """Over which mesh axes an array varies."""
-    kind: Any = jax.typeof(x)
-    return kind.manual_axis_type
+    (found,) = launch(
+        kernel, args, [(shape, args[1].dtype)], 1, warps=tile.warps, stages=tile.stages, interpret=interpret,
+        grid=grid, in_specs=[plan, pl.BlockSpec(), pl.BlockSpec()], out_specs=[pl.BlockSpec()],
+    )  # fmt: skip
+    return found
